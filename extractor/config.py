@@ -79,7 +79,9 @@ class ExtractConfig(DataConfig):
     """I/N: this job's part of the rows, for job arrays."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA when there is one."""
-    sglang: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    sglang: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
+    ] = ()
     """Any field of SGLang's ServerArgs; repeatable."""
     layout: Literal["native", "specforge", "speculators", "modelopt"] = "native"
     """Whose file format to write."""
@@ -122,7 +124,7 @@ class ExtractConfig(DataConfig):
 
 
 def key_value(text: str, flag: str) -> tuple[str, str]:
-    """"a=b" to ("a", "b"), dashes of the key as underscores. Raises UsageError."""
+    """ "a=b" to ("a", "b"), dashes of the key as underscores. Raises UsageError."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UsageError(f"{flag} {text}: wanted KEY=VALUE")

@@ -26,10 +26,12 @@ class ModelSpec:
         architecture: the class name in config.json.
         num_layers: decoder layers, n.
         hidden_size: width of the residual stream, H.
-        num_heads: attention heads, which tensor parallelism splits.
+        num_heads, num_kv_heads: attention heads and key-value heads, which tensor parallelism splits.
         vocab_size: rows of the embedding; every id must be in [0, vocab_size).
         context_length: the most tokens that the position encoding was made for.
         dtype: the checkpoint's own dtype name, such as "bfloat16".
+        kv_bytes_per_token: keys and values of one token in all layers, in the model's dtype.
+        weight_bytes: of the weight files together; 0 when there are none.
         digest: identity of config and weights (see weights_digest).
     """
 
@@ -38,9 +40,12 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     num_heads: int
+    num_kv_heads: int
     vocab_size: int
     context_length: int
     dtype: str
+    kv_bytes_per_token: int
+    weight_bytes: int
     digest: str
 
     @classmethod
@@ -61,9 +66,12 @@ class ModelSpec:
                 num_layers=int(text["num_hidden_layers"]),
                 hidden_size=int(text["hidden_size"]),
                 num_heads=int(text["num_attention_heads"]),
+                num_kv_heads=int(text.get("num_key_value_heads") or text["num_attention_heads"]),
                 vocab_size=int(text["vocab_size"]),
                 context_length=int(text.get("max_position_embeddings", 1 << 31)),
                 dtype=str(_first(text, config, "dtype", "torch_dtype", default="bfloat16")),
+                kv_bytes_per_token=_kv_bytes_per_token(text),
+                weight_bytes=sum(file.stat().st_size for file in weight_files(path)),
                 digest=weights_digest(path),
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -93,6 +101,24 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The checkpoint's weight files, in name order; safetensors alone when there are any."""
+    for patterns in (("*.safetensors",), WEIGHT_PATTERNS):
+        files = sorted({file for pattern in patterns for file in path.glob(pattern)})
+        if files:
+            return files
+    return []
+
+
+def _kv_bytes_per_token(text: Mapping[str, Any]) -> int:
+    layers = int(text["num_hidden_layers"])
+    if text.get("kv_lora_rank"):  # MLA keeps one latent vector and the rotary part
+        return layers * (int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim", 0))) * 2
+    heads = int(text["num_attention_heads"])
+    head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+    return layers * 2 * int(text.get("num_key_value_heads") or heads) * head_dim * 2
+
+
 def _first(*places_and_keys: Any, default: str) -> Any:
     places = [p for p in places_and_keys if isinstance(p, Mapping)]
     keys = [k for k in places_and_keys if isinstance(k, str)]
@@ -109,13 +135,12 @@ def weights_digest(path: Path) -> str:
     digest.update(json.dumps(config, sort_keys=True).encode())
     for index in sorted(path.glob("*.index.json")):
         digest.update(index.read_bytes())
-    for pattern in WEIGHT_PATTERNS:
-        for file in sorted(path.glob(pattern)):
-            size = file.stat().st_size
-            digest.update(f"{file.name}:{size}".encode())
-            last = max(size - SAMPLED_BLOCK, 0)
-            with file.open("rb") as handle:
-                for block in range(SAMPLED_BLOCKS):
-                    handle.seek(last * block // (SAMPLED_BLOCKS - 1))
-                    digest.update(handle.read(SAMPLED_BLOCK))
+    for file in weight_files(path):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        last = max(size - SAMPLED_BLOCK, 0)
+        with file.open("rb") as handle:
+            for block in range(SAMPLED_BLOCKS):
+                handle.seek(last * block // (SAMPLED_BLOCKS - 1))
+                digest.update(handle.read(SAMPLED_BLOCK))
     return digest.hexdigest()

@@ -1,0 +1,262 @@
+"""Every difference between SGLang releases, and nothing else, in one place.
+
+    release          constructor of ModelRunner          process groups
+    0.5.17 - 0.5.20  takes ps: ParallelState             made inside ModelRunner
+    0.5.21 - 0.5.23  no ps                               bootstrap.init_parallel_runtime first
+
+A symbol that a release lacks is an error here, at the start, with the table of what is supported;
+nothing is looked up with a default that would hide a moved API.
+"""
+
+import contextlib
+import difflib
+import importlib
+import importlib.metadata
+import inspect
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from extractor.errors import UsageError
+
+FIRST, LAST = (0, 5, 17), (0, 5, 23)
+_NO_PS_SINCE = (0, 5, 21)
+_KV_PLAN_SINCE = (0, 5, 23)
+
+SUPPORTED_TABLE = """\
+  sglang           torch
+  0.5.17           2.11
+  0.5.18 - 0.5.21  2.13
+  0.5.22 - 0.5.23  2.14"""
+
+# What this module takes from SGLang, by release: {(module, name): first release, last release}.
+SYMBOLS: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
+    ("sglang.srt.server_args", "ServerArgs"): (FIRST, LAST),
+    ("sglang.srt.configs.model_config", "ModelConfig"): (FIRST, LAST),
+    ("sglang.srt.model_executor.model_runner", "ModelRunner"): (FIRST, LAST),
+    ("sglang.srt.model_executor.forward_batch_info", "ForwardBatch"): (FIRST, LAST),
+    ("sglang.srt.model_executor.forward_batch_info", "ForwardMode"): (FIRST, LAST),
+    ("sglang.srt.model_executor.forward_batch_info", "CaptureHiddenMode"): (FIRST, LAST),
+    ("sglang.srt.model_executor.forward_context", "ForwardContext"): (FIRST, LAST),
+    ("sglang.srt.model_executor.forward_context", "forward_context"): (FIRST, LAST),
+    ("sglang.srt.layers.moe", "initialize_moe_config"): (FIRST, LAST),
+    ("sglang.srt.layers.quantization.fp8_utils", "initialize_fp8_gemm_config"): (FIRST, LAST),
+    ("sglang.srt.layers.quantization.fp4_utils", "initialize_fp4_gemm_config"): (FIRST, LAST),
+    ("sglang.srt.runtime_context", "publish"): (FIRST, LAST),
+    ("sglang.srt.runtime_context", "get_model"): (FIRST, LAST),
+    ("sglang.srt.runtime_context", "SpawnRanks"): (_NO_PS_SINCE, LAST),
+    ("sglang.srt.distributed.bootstrap", "init_parallel_runtime"): (_NO_PS_SINCE, LAST),
+    ("sglang.srt.distributed.bootstrap", "init_layer_runtime"): (_NO_PS_SINCE, LAST),
+    ("sglang.srt.distributed.parallel_state_wrapper", "ParallelState"): (FIRST, (0, 5, 20)),
+    ("sglang.srt.server_args", "add_attention_backend_choices"): (FIRST, LAST),
+    ("sglang.srt.models.registry", "ModelRegistry"): (FIRST, LAST),
+}
+
+
+def installed_version() -> tuple[int, ...]:
+    """SGLang's release as three numbers, without importing it. Raises UsageError."""
+    try:
+        text = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError(f"SGLang is not installed; supported:\n{SUPPORTED_TABLE}") from None
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in text.split(".")[:3])
+
+
+def require_supported() -> tuple[int, ...]:
+    """The installed release, if it is one this program was tested with. Raises UsageError."""
+    version = installed_version()
+    if not FIRST <= version <= LAST:
+        shown = ".".join(map(str, version))
+        raise UsageError(f"SGLang {shown} is installed; supported:\n{SUPPORTED_TABLE}")
+    return version
+
+
+def symbol(module: str, name: str) -> Any:
+    """A symbol of SYMBOLS. Raises UsageError when this release, though supported, lacks it."""
+    first, last = SYMBOLS[module, name]
+    assert first <= installed_version() <= last, (module, name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"SGLang's {module}.{name} is missing ({error}); supported:\n{SUPPORTED_TABLE}"
+        ) from error
+
+
+# Server arguments ---------------------------------------------------------------------------------
+
+
+def server_args(values: dict[str, Any], user: dict[str, str]) -> Any:
+    """ServerArgs from our own values and the user's --sglang KEY=VALUE, which win.
+
+    Raises UsageError for an unknown key, naming the nearest, and for a value of another type."""
+    kind = symbol("sglang.srt.server_args", "ServerArgs")
+    fields = list(inspect.signature(kind).parameters)
+    hints = typing.get_type_hints(kind)
+    for key, text in user.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UsageError(f"--sglang {key}: no such field of SGLang's ServerArgs{hint}")
+        values[key] = _typed(key, text, hints.get(key, str))
+    return kind(**values)
+
+
+def _typed(key: str, text: str, hint: Any) -> Any:
+    kinds = {k for k in (typing.get_args(hint) or (hint,)) if isinstance(k, type)}
+    if text.lower() in ("none", "null"):
+        return None
+    if bool in kinds and text.lower() in ("true", "false", "1", "0"):
+        return text.lower() in ("true", "1")
+    for kind in (int, float):
+        if kind in kinds:
+            with contextlib.suppress(ValueError):
+                return kind(text)
+    if str in kinds or not kinds & {bool, int, float}:
+        return text
+    raise UsageError(f"--sglang {key}={text}: wanted {hint}")
+
+
+# The runner ---------------------------------------------------------------------------------------
+
+
+def allow_attention_backend(name: str) -> None:
+    """Let ServerArgs accept the CPU platform's own attention backend by name."""
+    symbol("sglang.srt.server_args", "add_attention_backend_choices")([name])
+
+
+def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:
+    """ModelRunner with its weights loaded, for this rank of already initialised process groups."""
+    ranks = {}
+    new = installed_version() >= _NO_PS_SINCE
+    if new:
+        ranks["ranks"] = symbol("sglang.srt.runtime_context", "SpawnRanks")(
+            world_rank=tp_rank, gpu_id=gpu_id
+        )
+    symbol("sglang.srt.runtime_context", "publish")(args, role="scheduler", **ranks)
+    _initialize_kernels(args)
+    config = symbol("sglang.srt.configs.model_config", "ModelConfig").from_server_args(args)
+    common = {
+        "model_config": config,
+        "mem_fraction_static": args.mem_fraction_static,
+        "gpu_id": gpu_id,
+        "nccl_port": 0,  # never used: the process groups exist already
+        "server_args": args,
+    }
+    runner_class = symbol("sglang.srt.model_executor.model_runner", "ModelRunner")
+    if not new:
+        return runner_class(**common, ps=_parallel_state(args, tp_rank, gpu_id))
+    symbol("sglang.srt.distributed.bootstrap", "init_parallel_runtime")(
+        server_args=args, device=args.device, dist_port=0
+    )
+    symbol("sglang.srt.distributed.bootstrap", "init_layer_runtime")(model_config=config)
+    return runner_class(**common)
+
+
+def _initialize_kernels(args: Any) -> None:
+    given = (args,) if installed_version() < (0, 5, 20) else ()
+    symbol("sglang.srt.layers.moe", "initialize_moe_config")(*given)
+    symbol("sglang.srt.layers.quantization.fp8_utils", "initialize_fp8_gemm_config")(*given)
+    symbol("sglang.srt.layers.quantization.fp4_utils", "initialize_fp4_gemm_config")(*given)
+
+
+def _parallel_state(args: Any, tp_rank: int, gpu_id: int) -> Any:
+    return symbol("sglang.srt.distributed.parallel_state_wrapper", "ParallelState")(
+        tp_rank=tp_rank,
+        tp_size=args.tp_size,
+        pp_rank=0,
+        pp_size=1,
+        dp_rank=None,
+        dp_size=args.dp_size,
+        attn_tp_rank=tp_rank,
+        attn_tp_size=args.tp_size,
+        attn_cp_rank=0,
+        attn_cp_size=args.attn_cp_size,
+        attn_dp_rank=0,
+        attn_dp_size=1,
+        moe_ep_rank=tp_rank // (args.tp_size // args.ep_size),
+        moe_ep_size=args.ep_size,
+        moe_dp_rank=None,
+        moe_dp_size=args.moe_dp_size,
+        dcp_size=args.dcp_size,
+        gpu_id=gpu_id,
+    )
+
+
+# One forward --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def forward_scope(runner: Any, forward_batch: Any) -> Iterator[None]:
+    """What a model's layers find around them during a forward: the attention backend, by context."""
+    context = symbol("sglang.srt.model_executor.forward_context", "ForwardContext")
+    enter = symbol("sglang.srt.model_executor.forward_context", "forward_context")
+    with contextlib.ExitStack() as stack:
+        if installed_version() >= _KV_PLAN_SINCE:
+            get_model = symbol("sglang.srt.runtime_context", "get_model")
+            shared = runner.model.shared_experts_config
+            stack.enter_context(get_model().override(shared_experts=shared))
+            stack.enter_context(
+                enter(context(attn_backend=runner.attn_backend), forward_batch=forward_batch)
+            )
+        else:
+            stack.enter_context(enter(context(attn_backend=runner.attn_backend)))
+        yield
+
+
+def bind_cache_slots(runner: Any, forward_batch: Any) -> None:
+    """Tell a batch where its keys and values go; from 0.5.23 through the runner's slot translator."""
+    if installed_version() >= _KV_PLAN_SINCE:
+        translator = runner.kv_index_translator
+        translator.own_plan(forward_batch).bind(forward_batch, translator)
+
+
+def model_class(architecture: str) -> type | None:
+    """SGLang's class for an architecture of config.json, or None."""
+    registry = symbol("sglang.srt.models.registry", "ModelRegistry")
+    if architecture not in registry.get_supported_archs():
+        return None
+    return registry.resolve_model_cls([architecture])[0]
+
+
+def has_marks(model_class: type) -> bool:
+    """Whether SGLang's class can be marked for capture: its EAGLE-3 or DFlash setter says so."""
+    names = ("set_eagle3_layers_to_capture", "set_dflash_layers_to_capture")
+    return any(hasattr(model_class, name) for name in names)
+
+
+def architectures_with_marks() -> list[str]:
+    registry = symbol("sglang.srt.models.registry", "ModelRegistry")
+    return sorted(name for name, kind in registry.models.items() if has_marks(kind))
+
+
+# The CPU platform's memory pools ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolClasses:
+    mha: type
+    mla: type
+    allocator: type | None
+
+
+def cpu_pool_classes() -> PoolClasses:
+    """SGLang's own pools, which work on any device; up to 0.5.20 a platform must name them, and they
+    are given arguments that the in-tree classes do not take."""
+    pools = importlib.import_module("sglang.srt.mem_cache.memory_pool")
+    if installed_version() >= _NO_PS_SINCE:
+        return PoolClasses(pools.MHATokenToKVPool, pools.MLATokenToKVPool, None)
+    token = importlib.import_module("sglang.srt.mem_cache.allocator").TokenToKVPoolAllocator
+
+    class TokenAllocator(token):
+        def __init__(self, size: int, *, page_size: int, **kwargs: Any) -> None:
+            assert page_size == 1, page_size
+            super().__init__(size, **kwargs)
+
+    class LatentPool(pools.MLATokenToKVPool):
+        def __init__(self, size: int, *, index_head_dim: int | None, **kwargs: Any) -> None:
+            assert index_head_dim is None, "sparse-attention indexers need a GPU"
+            super().__init__(size, **kwargs)
+
+    return PoolClasses(pools.MHATokenToKVPool, LatentPool, TokenAllocator)

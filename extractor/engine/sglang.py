@@ -1,0 +1,274 @@
+"""SGLang's ModelRunner without a scheduler: weights, attention backend and pools are SGLang's; batches
+are ours, one ForwardBatch a step, without padding, and nothing of one survives into the next."""
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from extractor.capture import Capture, find_backbone
+from extractor.engine import compat, cpu_platform
+from extractor.engine.base import EngineInfo
+from extractor.errors import UsageError
+from extractor.model import ModelSpec
+from extractor.records import Batch, CapturedBatch
+from extractor.states import States
+from extractor.topology import Place
+
+logger = logging.getLogger(__name__)
+
+# SGLang writes the keys and values of padding tokens to slot 0.
+FIRST_SLOT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What the engine needs to know of a run.
+
+    Attributes:
+        max_tokens: token budget of one forward.
+        max_sequences: the most sequences in a batch.
+        longest: tokens of the longest sample; the KV pool holds it whole.
+        sglang_args: the user's ServerArgs fields, as text.
+        verbose: let SGLang log.
+    """
+
+    device: torch.device
+    max_tokens: int
+    max_sequences: int
+    longest: int
+    sglang_args: dict[str, str]
+    trust_remote_code: bool = False
+    verbose: bool = False
+
+
+def choose_device(wanted: str, place: Place) -> torch.device:
+    """--device to this rank's device. Raises UsageError when there is no such GPU."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch sees no CUDA GPU on this machine")
+    count = torch.cuda.device_count()
+    if place.local_rank >= count:
+        raise UsageError(
+            f"local rank {place.local_rank} has no GPU of its own: this machine shows {count}; "
+            f"start with --nproc-per-node {count} or fewer"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def prepare_process(device: torch.device, place: Place, verbose: bool = False) -> None:
+    """What must be set before SGLang is imported. Call once, first."""
+    compat.require_supported()
+    if not verbose:  # SGLang speaks of every optional kernel that it does not find
+        logging.getLogger("sglang").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module=r"sglang\.")
+    if device.type != "cpu":
+        return
+    cpu_platform.request()
+    cores = sorted(os.sched_getaffinity(0))
+    # One entry a rank: SGLang refuses more ranks than NUMA nodes unless it is told their cores.
+    ranks = max(place.world_size, 1)
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+    # Saves a compile of the embedding's mask, 15 seconds on a small machine.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(len(cores) // local, 1))
+
+
+def check_model(spec: ModelSpec, place: Place) -> None:
+    """Refuse what cannot run, before any weight is read. Raises UsageError."""
+    if spec.num_heads % place.tp:
+        raise UsageError(
+            f"tensor parallelism of {place.tp} does not divide the model's {spec.num_heads} "
+            f"attention heads: choose --tp among the divisors of {spec.num_heads}"
+        )
+    smaller, larger = sorted((spec.num_kv_heads, place.tp))
+    if larger % smaller:
+        raise UsageError(
+            f"tensor parallelism of {place.tp} and the model's {spec.num_kv_heads} key-value heads: "
+            "neither divides the other"
+        )
+    model_class = compat.model_class(spec.architecture)
+    if model_class is None or not compat.has_marks(model_class):
+        raise UsageError(
+            f"{spec.architecture} has no capture marks in SGLang "
+            f"{'.'.join(map(str, compat.installed_version()))}; these do: "
+            + ", ".join(compat.architectures_with_marks())
+        )
+
+
+class SGLangEngine:
+    """The model of one replica, on this rank.
+
+    Process groups must exist already (World.join_replica). Building it loads the weights.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, states: States, place: Place, options: EngineOptions
+    ) -> None:
+        self._options = options
+        self._args = self._server_args(spec, place)
+        gpu_id = place.local_rank
+        self._runner = compat.build_runner(self._args, tp_rank=place.tp_rank, gpu_id=gpu_id)
+        self._runner.alloc_memory_pool()
+        self._runner.init_attention_backends()
+        backbone = find_backbone(self._runner.model)
+        if backbone is None:
+            raise UsageError(f"{spec.architecture} has no capture marks where they were expected")
+        self._backbone = backbone
+        self._capture = Capture(backbone, states)
+        device = options.device
+        self._slots = torch.arange(
+            FIRST_SLOT, FIRST_SLOT + self._pool_tokens, dtype=torch.int64, device=device
+        )
+        self._requests = torch.arange(options.max_sequences, dtype=torch.int64, device=device)
+
+    @property
+    def _pool_tokens(self) -> int:
+        return max(self._options.max_tokens, self._options.longest)
+
+    def _server_args(self, spec: ModelSpec, place: Place) -> Any:
+        options = self._options
+        values: dict[str, Any] = {
+            "model_path": str(spec.path),
+            "device": options.device.type,
+            "tp_size": place.tp,
+            "trust_remote_code": options.trust_remote_code,
+            "skip_tokenizer_init": True,
+            "disable_radix_cache": True,
+            "disable_hybrid_swa_memory": True,
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.95,
+            "page_size": 1,
+            "max_total_tokens": self._pool_tokens,
+            "max_running_requests": options.max_sequences,
+            "max_prefill_tokens": options.max_tokens,
+            "chunked_prefill_size": options.max_tokens,
+            "context_length": min(max(options.longest, 16), spec.context_length),
+            "random_seed": 0,
+            "log_level": "info" if options.verbose else "error",
+        }
+        if options.device.type == "cpu":
+            from extractor.engine.cpu_attention import ATTENTION_BACKEND
+
+            compat.allow_attention_backend(ATTENTION_BACKEND)
+            values["attention_backend"] = ATTENTION_BACKEND
+        args = compat.server_args(values, options.sglang_args)
+        for name, single in (("pp_size", 1), ("dp_size", 1), ("enable_dp_attention", False)):
+            if getattr(args, name) != single:
+                raise UsageError(f"--sglang {name}={getattr(args, name)}: not supported, use --tp")
+        return args
+
+    @cached_property
+    def info(self) -> EngineInfo:
+        runner, options = self._runner, self._options
+        return EngineInfo(
+            device=options.device,
+            dtype=runner.model_config.dtype,
+            max_tokens=options.max_tokens,
+            max_sequences=options.max_sequences,
+            details={
+                "sglang": ".".join(map(str, compat.installed_version())),
+                "model_class": type(runner.model).__name__,
+                "backbone_class": type(self._backbone).__name__,
+                "attention_backend": type(runner.attn_backend).__name__,
+                "quantization": runner.model_config.quantization,
+                "tp": self._args.tp_size,
+                "kv_pool_tokens": runner.max_total_num_tokens,
+            },
+        )
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> CapturedBatch:
+        """See Engine.forward. A single sample longer than max_tokens runs in chunks, its own keys
+        and values as prefix; its states are those of one pass."""
+        limit = self._options.max_tokens
+        if batch.num_tokens <= limit:
+            return CapturedBatch(batch, self._run(batch.input_ids, batch.lengths))
+        assert len(batch.lengths) == 1, f"{batch} is over the budget of {limit} tokens"
+        pieces: dict[str, list[torch.Tensor]] = {}
+        for start in range(0, batch.num_tokens, limit):
+            ids = batch.input_ids[start : start + limit]
+            more = start + len(ids) < batch.num_tokens
+            for name, state in self._run(ids, (len(ids),), prefix=start, more=more).items():
+                pieces.setdefault(name, []).append(state.clone() if more else state)
+        return CapturedBatch(batch, {name: torch.cat(parts) for name, parts in pieces.items()})
+
+    def _run(
+        self, ids: torch.Tensor, lengths: Sequence[int], prefix: int = 0, more: bool = False
+    ) -> dict[str, torch.Tensor]:
+        forward_batch = self._forward_batch(ids, lengths, prefix)
+        attention = self._runner.attn_backend
+        if self._options.device.type == "cpu":
+            attention.more_to_come = more
+        with compat.forward_scope(self._runner, forward_batch):
+            attention.init_forward_metadata(forward_batch)
+            self._backbone(forward_batch.input_ids, self._positions(forward_batch), forward_batch)
+        return self._capture.take()
+
+    def _positions(self, forward_batch: Any) -> torch.Tensor:
+        positions = forward_batch.positions
+        # Models with rotary sections for time, height and width give text the same number thrice.
+        return positions.expand(3, -1) if self._runner.model_config.model_is_mrope else positions
+
+    def _forward_batch(self, ids: torch.Tensor, lengths: Sequence[int], prefix: int) -> Any:
+        """A prefill of whole sequences, or of one sequence's next chunk after prefix tokens.
+
+        Sequence j owns row j of the request table and the batch's tokens own the pool's slots in
+        order; every entry that this forward reads, it wrote itself (or the chunk before did)."""
+        device = self._options.device
+        count, total = len(lengths), len(ids)
+        lengths_cpu = torch.tensor(lengths, dtype=torch.int64)
+        on_device = self._to_device(torch.cat([ids, lengths_cpu]))
+        input_ids, lens = on_device[:total], on_device[total:]
+        ends = lens.cumsum(0)
+        starts = ends - lens
+        requests = self._requests[:count]
+        owner = torch.repeat_interleave(requests, lens, output_size=total)
+        positions = torch.arange(total, device=device) - starts[owner] + prefix
+        slots = self._slots[prefix : prefix + total]
+        table = self._runner.req_to_token_pool.req_to_token
+        table[owner, positions] = slots.to(table.dtype)
+        mode = compat.symbol("sglang.srt.model_executor.forward_batch_info", "ForwardMode")
+        hidden = compat.symbol("sglang.srt.model_executor.forward_batch_info", "CaptureHiddenMode")
+        kind = compat.symbol("sglang.srt.model_executor.forward_batch_info", "ForwardBatch")
+        forward_batch = kind(
+            forward_mode=mode.EXTEND,
+            batch_size=count,
+            input_ids=input_ids,
+            req_pool_indices=requests,
+            seq_lens=lens + prefix,
+            out_cache_loc=slots,
+            seq_lens_sum=total + prefix,
+            seq_lens_cpu=lengths_cpu + prefix,
+            orig_seq_lens=(lens + prefix).to(torch.int32),
+            positions=positions,
+            extend_num_tokens=total,
+            extend_seq_lens=lens.to(torch.int32),
+            extend_prefix_lens=torch.full((count,), prefix, dtype=torch.int32, device=device),
+            extend_start_loc=starts.to(torch.int32),
+            extend_prefix_lens_cpu=[prefix] * count,
+            extend_seq_lens_cpu=list(lengths),
+            extend_logprob_start_lens_cpu=list(lengths),
+            is_prefill_only=True,
+            is_extend_in_batch=True,
+            spec_algorithm=self._runner.spec_algorithm,
+            capture_hidden_mode=hidden.NULL,
+        )
+        compat.bind_cache_slots(self._runner, forward_batch)
+        return forward_batch
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._options.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._options.device, non_blocking=True)
+
+    def close(self) -> None:
+        self._capture.remove()

@@ -1,0 +1,80 @@
+"""From states to tensors of a file: which planes cross to the host, and what a file is made of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor of a sample's file, one row a token.
+
+    Attributes:
+        key: its name in the file.
+        states: the states it holds, side by side in the last dimension.
+        dtype: as stored.
+        width: values a token; 0 for one number a token (a scale), stored as [T].
+        scale_of: for a scale, the key of the float8 plane that it belongs to.
+    """
+
+    key: str
+    states: tuple[str, ...]
+    dtype: torch.dtype
+    width: int
+    scale_of: str | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return max(self.width, 1) * self.dtype.itemsize
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        return (tokens, self.width) if self.width else (tokens,)
+
+
+def native_planes(states: Sequence[str], hidden: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+    """hidden_states.{name} [T, hidden] for each state, and beside it a scale when stored as float8."""
+    planes: list[Plane] = []
+    for name in states:
+        key = f"hidden_states.{name}"
+        planes.append(Plane(key, (name,), dtype, hidden))
+        if dtype == FP8:
+            planes.append(Plane(f"{key}.scale", (name,), torch.float32, 0, scale_of=key))
+    return tuple(planes)
+
+
+def encode(planes: Sequence[Plane], states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each plane's tensor, contiguous, on the states' own device.
+
+    float8: a token's scale is its largest magnitude over 448, so that value = stored * scale; a token
+    of zeros has scale 1 (the convention of per-token dynamic quantization in vLLM and SGLang).
+    """
+    encoded: dict[str, torch.Tensor] = {}
+    for plane in planes:
+        if plane.scale_of is not None:
+            continue
+        parts = [states[name] for name in plane.states]
+        value = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if plane.dtype != FP8:
+            encoded[plane.key] = value.to(plane.dtype).contiguous()
+            continue
+        wide = value.float()
+        scale = wide.abs().amax(dim=-1) / FP8_MAX
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        encoded[plane.key] = (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        for other in planes:
+            if other.scale_of == plane.key:
+                encoded[other.key] = scale
+    return {plane.key: encoded[plane.key] for plane in planes}
+
+
+def finite_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """bool [tokens]: whether every value of a token's row is finite."""
+    if tensor.dtype == FP8:
+        # e4m3fn has one NaN pattern and no infinity; isfinite is not defined for it everywhere.
+        return (tensor.view(torch.uint8) & 0x7F != 0x7F).all(dim=-1)
+    finite = torch.isfinite(tensor)
+    return finite.all(dim=-1) if finite.dim() > 1 else finite

@@ -1,0 +1,111 @@
+"""How many tokens go through the model at a time, and whether the memory is there for it."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from extractor.errors import UsageError
+from extractor.model import ModelSpec
+
+GIB = 1 << 30
+
+DEFAULT_TOKENS = {"cuda": 16_384, "cpu": 2_048}
+MAX_SEQUENCES = 512
+RING_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The sizes that a run is built with.
+
+    Attributes:
+        max_tokens, max_sequences: of one batch.
+        longest: tokens of the longest sample.
+        slot_bytes, slots: the host ring.
+        device_bytes: estimated need of one rank: weights, keys and values, states, activations.
+    """
+
+    max_tokens: int
+    max_sequences: int
+    longest: int
+    slot_bytes: int
+    slots: int
+    device_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that states take in host memory."""
+        return self.slot_bytes * self.slots
+
+
+def choose(
+    spec: ModelSpec,
+    *,
+    device: str,
+    tp: int,
+    row_bytes: int,
+    longest: int,
+    batch_tokens: int | None,
+    host_gib: float | None,
+) -> Budget:
+    """Sizes for a run whose samples have at most `longest` tokens, storing row_bytes a token.
+
+    Raises UsageError when one sample alone does not fit in memory."""
+    max_tokens = batch_tokens or min(DEFAULT_TOKENS[device], max(spec.context_length, 1))
+    slot_bytes = row_bytes * max_tokens
+    slots = RING_SLOTS
+    if host_gib is not None:
+        slots = int(host_gib * GIB) // slot_bytes
+        if slots < 1:
+            max_tokens = int(host_gib * GIB) // row_bytes
+            slots = 1
+            if max_tokens < 1:
+                raise UsageError(f"--host-memory {host_gib}: one token's states take {row_bytes} B")
+            slot_bytes = row_bytes * max_tokens
+    pool = max(max_tokens, longest)
+    kv = pool * spec.kv_bytes_per_token // max(min(tp, spec.num_kv_heads), 1)
+    states = row_bytes * max(max_tokens * 2, longest * 2)
+    activations = max_tokens * spec.hidden_size * 2 * 16
+    budget = Budget(
+        max_tokens=max_tokens,
+        max_sequences=min(MAX_SEQUENCES, max_tokens),
+        longest=longest,
+        slot_bytes=slot_bytes,
+        slots=slots,
+        device_bytes=spec.weight_bytes // tp + kv + states + activations,
+    )
+    _check(budget, device, longest, row_bytes)
+    return budget
+
+
+def _check(budget: Budget, device: str, longest: int, row_bytes: int) -> None:
+    host_need = max(budget.host_bytes, longest * row_bytes)
+    host_free = available_host_bytes()
+    if device == "cpu":
+        host_need += budget.device_bytes
+    elif budget.device_bytes > (free := torch.cuda.mem_get_info()[0]):
+        raise UsageError(
+            f"too little GPU memory: about {budget.device_bytes / GIB:.1f} GiB needed for weights, "
+            f"a batch of {budget.max_tokens:,} tokens and the longest sample of {longest:,}, and "
+            f"{free / GIB:.1f} GiB free: use a larger --tp, a smaller --batch-tokens or --max-length"
+        )
+    if host_need > host_free:
+        raise UsageError(
+            f"too little host memory: about {host_need / GIB:.1f} GiB needed for batches of "
+            f"{budget.max_tokens:,} tokens and the longest sample of {longest:,}, and "
+            f"{host_free / GIB:.1f} GiB free: use a smaller --batch-tokens, --host-memory or "
+            "--max-length"
+        )
+
+
+def available_host_bytes() -> int:
+    """Memory that can still be had: the machine's, or less under a cgroup's limit."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free

@@ -1,0 +1,602 @@
+"""The main job, put together: rank 0 decides what is to be done, every rank builds its part of the
+model, and each replica's writer pumps batches through it to disk."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import io
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from extractor import fingerprint, memory, plan
+from extractor.config import ExtractConfig, invocation, parse
+from extractor.data.prepare import prepare
+from extractor.data.store import PreparedStore
+from extractor.engine import sglang as engine_sglang
+from extractor.engine.base import Engine
+from extractor.errors import RunError, UsageError
+from extractor.journal import (
+    JOURNAL,
+    RUN,
+    Done,
+    Journal,
+    find_done,
+    read_run,
+    write_rejects,
+    write_run,
+)
+from extractor.layout import native_planes
+from extractor.memory import Budget
+from extractor.model import ModelSpec
+from extractor.plan import Plan
+from extractor.progress import ProgressLine, say
+from extractor.records import Batch
+from extractor.signals import StopSignals
+from extractor.states import States
+from extractor.topology import Place, World
+from extractor.transfer import HostRing, Stager
+from extractor.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
+PREPARED = "prepared"
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What rank 0 tells every rank, as JSON: enough to do its part without reading the folder.
+
+    Attributes:
+        model: local path of the model.
+        states: names, in order.
+        dtype: stored dtype.
+        store: path of the prepared store, which writers open.
+        plan: path of the batches' file, or "" when rank 0 is the only writer.
+        batches: how many there are.
+        budget: sizes of a batch.
+        answer: an exit code when there is nothing to run, else None.
+    """
+
+    model: str = ""
+    states: tuple[str, ...] = ()
+    dtype: str = ""
+    store: str = ""
+    plan: str = ""
+    batches: int = 0
+    budget: dict[str, int] = dataclasses.field(default_factory=dict)
+    answer: int | None = None
+
+
+@dataclass(slots=True)
+class Lead:
+    """What rank 0 knows beyond the job."""
+
+    config: ExtractConfig
+    spec: ModelSpec
+    states: States
+    store: PreparedStore
+    plan: Plan
+    done: Done
+    selected: np.ndarray
+    run: dict[str, Any]
+    run_path: Path
+    stages: dict[str, float]
+
+
+def extract(argv: Sequence[str]) -> int:
+    """The verb: returns the exit code, raises UsageError and RunError."""
+    begun = time.perf_counter()
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    quiet = contextlib.nullcontext() if first else contextlib.redirect_stderr(io.StringIO())
+    with quiet:
+        config = parse(ExtractConfig, argv, "extractor extract")
+    config.check()
+    stop = StopSignals()
+    place = Place.from_environment(config.tp)
+    device = engine_sglang.choose_device(config.device, place)
+    engine_sglang.prepare_process(device, place, config.verbose)
+    world = World(place)
+    lead: Lead | None = None
+    if place.rank == 0:
+        try:
+            job, lead = _lead(config, place, device, begun)
+        except BaseException as error:
+            code = 2 if isinstance(error, UsageError | SystemExit) else 1
+            world.tell("job", asdict(Job(answer=code)))
+            raise
+        world.tell("job", asdict(job))
+    else:
+        job = Job(**world.hear("job", lambda: _give_up(stop)))
+    if job.answer is not None:
+        return job.answer
+    code = _work(config, place, world, device, job, lead, stop)
+    world.leave()
+    return code
+
+
+def _give_up(stop: StopSignals) -> None:
+    if stop.asked:
+        sys.exit(EXIT_AGAIN)
+
+
+# Rank 0: what is to be done -----------------------------------------------------------------------
+
+
+def _lead(
+    config: ExtractConfig, place: Place, device: torch.device, begun: float
+) -> tuple[Job, Lead | None]:
+    stages: dict[str, float] = {}
+    spec = ModelSpec.read(config.model)
+    states = States.resolve(config.layers, config.final, spec.num_layers)
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype auto: the model's own dtype is {dtype}; give --dtype")
+    say(f"states {states} of {spec.num_layers} layers, {spec.architecture}, stored as {dtype}")
+    index, count = config.shard_index
+    run_path = config.output / (RUN if count == 1 else f"run-{index}-of-{count}.json")
+    before = check_output(config.output)
+    if before is None:
+        engine_sglang.check_model(spec, place)
+        stages["import"] = time.perf_counter() - begun
+    mark = time.perf_counter()
+    store = _prepare(config, spec)
+    stages["prepare"] = time.perf_counter() - mark
+    parts = fingerprint.parts(config, spec, states, dtype, store.parts)
+    if before is not None and (changed := fingerprint.changes(before["parts"], parts)):
+        raise UsageError(
+            f"{config.output} holds a run with other settings; {'; '.join(changed)}. "
+            "Give the same settings, or another --output"
+        )
+    mark = time.perf_counter()
+    selected = plan.shard(store.rows, store.lengths, index, count)
+    done = find_done(config.output, store.rows, store.turns)
+    finished = done.finished.copy()
+    finished[list(done.rejected)] = True
+    left = selected[~finished[selected]]
+    _say_rest(store, selected, done, left)
+    lead = Lead(config, spec, states, store, _no_plan(), done, selected, {}, run_path, stages)
+    lead.run = _describe(lead, place, device, parts, dtype)
+    lead.run["started_from"] = int(done.finished.sum())
+    write_rejects(config.output, [*store.rejects, *done.rejected.values()])
+    if not len(left):
+        return Job(answer=_finish(lead, "complete")), None
+    row_bytes = sum(
+        p.row_bytes for p in native_planes(states.names, spec.hidden_size, DTYPES[dtype])
+    )
+    budget = memory.choose(
+        spec,
+        device=device.type,
+        tp=place.tp,
+        row_bytes=row_bytes,
+        longest=int(store.lengths[left].max()),
+        batch_tokens=config.batch_tokens,
+        host_gib=config.host_memory,
+    )
+    lead.plan = plan.batches(left, store.lengths, budget.max_tokens, budget.max_sequences)
+    stages["plan"] = time.perf_counter() - mark
+    say(
+        f"{len(lead.plan):,} batches of at most {budget.max_tokens:,} tokens; at most "
+        f"{budget.host_bytes / memory.GIB:.1f} GiB of states in host memory"
+    )
+    if before is not None:
+        engine_sglang.check_model(spec, place)
+    write_run(run_path, lead.run)
+    job = Job(
+        model=str(spec.path),
+        states=states.names,
+        dtype=dtype,
+        store=str(store.path),
+        plan=str(_write_plan(config, lead.plan)) if place.replicas > 1 else "",
+        batches=len(lead.plan),
+        budget=asdict(budget),
+    )
+    return job, lead
+
+
+def check_output(output: Path) -> dict[str, Any] | None:
+    """What an earlier run wrote about itself there, or None for a new or empty folder.
+
+    Raises UsageError for a folder that is somebody else's, or that cannot be written."""
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"--output {output}: is a file; wanted a folder")
+    parent = output
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--output {output}: {parent} cannot be written by this user")
+    if not output.exists():
+        return None
+    names = {entry.name for entry in output.iterdir()}
+    runs = sorted(name for name in names if name == RUN or name.startswith("run-"))
+    try:
+        if runs:
+            return read_run(output / runs[0])
+    except ValueError as error:
+        raise UsageError(f"--output {output}: {error}") from error
+    strangers = names - {PREPARED, "rejects.jsonl"}
+    if strangers:
+        raise UsageError(
+            f"--output {output}: holds {sorted(strangers)[0]!r} and no run.json, so it is not a "
+            "folder of this program: choose a new one"
+        )
+    return None
+
+
+def _prepare(config: ExtractConfig, spec: ModelSpec) -> PreparedStore:
+    line = ProgressLine("tokenizing", None, "row")
+    try:
+        return prepare(config, spec, say, lambda count, _total: line.set(count))
+    finally:
+        line.close()
+
+
+def _say_rest(store: PreparedStore, selected: np.ndarray, done: Done, left: np.ndarray) -> None:
+    tokens = int(store.lengths[left].sum())
+    kept = int(done.finished[selected].sum())
+    text = f"{len(selected):,} samples: {kept:,} done, {len(left):,} to do ({tokens:,} tokens)"
+    if done.damaged:
+        text += f"; {done.damaged:,} of these had a missing or damaged file"
+    if done.rejected:
+        text += f"; {len(done.rejected):,} rejected by an earlier run"
+    if store.rejects:
+        text += f"; {len(store.rejects):,} of {store.num_rows:,} rows rejected at preparation"
+    say(text)
+
+
+def _no_plan() -> Plan:
+    return Plan(np.zeros(0, np.int64), np.zeros(1, np.int64))
+
+
+def _write_plan(config: ExtractConfig, batches: Plan) -> Path:
+    index, _ = config.shard_index
+    path = config.output / PREPARED / f"plan-{index}.npz"
+    temporary = path.with_suffix(".tmp.npz")
+    np.savez(temporary, order=batches.order, starts=batches.starts)
+    temporary.replace(path)
+    return path
+
+
+def _read_plan(path: str) -> Plan:
+    with np.load(path, allow_pickle=False) as arrays:
+        return Plan(arrays["order"], arrays["starts"])
+
+
+def _describe(
+    lead: Lead, place: Place, device: torch.device, parts: dict[str, str], dtype: str
+) -> dict[str, Any]:
+    """run.json as it stands before the first forward."""
+    config, spec = lead.config, lead.spec
+    packages = ("sglang", "torch", "transformers", "safetensors", "hidden-state-extractor")
+    values = asdict(config)
+    return {
+        "schema": 1,
+        "status": "running",
+        "fingerprint": fingerprint.digest(parts),
+        "parts": parts,
+        "config": {k: str(v) if isinstance(v, Path) else v for k, v in values.items()},
+        "argv": invocation(),
+        "layers": list(lead.states.names),
+        "dtype": dtype,
+        "layout": config.layout,
+        "model": {
+            "path": str(spec.path),
+            "architecture": spec.architecture,
+            "num_layers": spec.num_layers,
+            "hidden_size": spec.hidden_size,
+            "vocab_size": spec.vocab_size,
+        },
+        "prepared": str(lead.store.path.relative_to(config.output)),
+        "world": {"ranks": place.world_size, "tp": place.tp, "replicas": place.replicas},
+        "device": str(device.type),
+        "versions": {name: _version(name) for name in packages},
+        "git_commit": _git_commit(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "data": lead.store.summary(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git_commit() -> str:
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _finish(lead: Lead, status: str) -> int:
+    """Count what the folder holds now, write it down, say it, and return the exit code."""
+    done = find_done(lead.config.output, lead.store.rows, lead.store.turns)
+    rejected = len(done.rejected)
+    write_rejects(lead.config.output, [*lead.store.rejects, *done.rejected.values()])
+    written = int(done.finished[lead.selected].sum())
+    lead.run["status"] = status
+    lead.run["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    lead.run["counts"] = {
+        "rows": lead.store.num_rows,
+        "samples": len(lead.selected),
+        "written": written,
+        "rejected_in_preparation": len(lead.store.rejects),
+        "rejected_in_run": rejected,
+    }
+    lead.run["stages"] = {name: round(value, 3) for name, value in lead.stages.items()}
+    write_run(lead.run_path, lead.run)
+    say(
+        f"{status}: {written:,} of {len(lead.selected):,} samples written, {rejected:,} rejected "
+        f"in the run, {len(lead.store.rejects):,} in preparation; {lead.config.output}"
+    )
+    if status == "stopped":
+        return EXIT_AGAIN
+    return EXIT_REJECTS if rejected else EXIT_OK
+
+
+# Every rank: doing it -----------------------------------------------------------------------------
+
+
+def _work(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    job: Job,
+    lead: Lead | None,
+    stop: StopSignals,
+) -> int:
+    budget = Budget(**job.budget)
+    spec = lead.spec if lead else ModelSpec.read(job.model)
+    states = States(tuple(job.states), spec.num_layers)
+    mark = time.perf_counter()
+    world.join_replica(device)
+    engine = engine_sglang.SGLangEngine(
+        spec,
+        states,
+        place,
+        engine_sglang.EngineOptions(
+            device=device,
+            max_tokens=budget.max_tokens,
+            max_sequences=budget.max_sequences,
+            longest=budget.longest,
+            sglang_args=config.sglang_args,
+            trust_remote_code=config.trust_remote_code,
+            verbose=config.verbose,
+        ),
+    )
+    if lead:
+        lead.stages["load"] = time.perf_counter() - mark
+        lead.run["engine"] = engine.info.details
+        write_run(lead.run_path, lead.run)
+    if not place.is_writer:
+        follow(engine, world)
+        return _hear_answer(world, stop)
+    store = lead.store if lead else PreparedStore.open(Path(job.store))
+    batches = lead.plan if lead else _read_plan(job.plan)
+    mark = time.perf_counter()
+    stopped, stats = _write_all(
+        config, place, world, device, job, spec, engine, store, batches, stop
+    )
+    world.tell(f"done/{place.replica}", {**stats, "stopped": stopped})
+    if lead is None:
+        return _hear_answer(world, stop)
+    results = [world.hear(f"done/{r}", lambda: None) for r in range(place.replicas)]
+    lead.stages["run"] = time.perf_counter() - mark
+    lead.run["replicas"] = results
+    code = _finish(lead, "stopped" if any(r["stopped"] for r in results) else "complete")
+    world.tell("answer", code)
+    return code
+
+
+def _hear_answer(world: World, stop: StopSignals) -> int:
+    del stop  # rank 0 is draining too: its answer comes
+    return int(world.hear("answer", lambda: None))
+
+
+def _write_all(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    job: Job,
+    spec: ModelSpec,
+    engine: Engine,
+    store: PreparedStore,
+    batches: Plan,
+    stop: StopSignals,
+) -> tuple[bool, dict[str, Any]]:
+    """A writer's run: its replica's batches from the shared counter to files."""
+    budget = Budget(**job.budget)
+    planes = native_planes(job.states, spec.hidden_size, DTYPES[job.dtype])
+    ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
+    index, count = config.shard_index
+    prefix = "" if count == 1 else f"s{index}of{count}-"
+    journal = Journal(
+        config.output / JOURNAL / f"{prefix}{place.replica:04d}.jsonl",
+        sync=config.durability == "file",
+    )
+    writer = Writer(
+        config.output,
+        journal,
+        ring,
+        model=Path(job.model).name,
+        states=",".join(job.states),
+        threads=config.writers or min(8, max(len(os.sched_getaffinity(0)), 2)),
+        sync=config.durability == "file",
+    )
+    total = int(batches.tokens(store.lengths).sum())
+    line = ProgressLine("extracting", total, "token", quiet=place.rank != 0)
+    waits = Waits()
+
+    def numbers() -> Iterator[int]:
+        while (number := world.next_number("batch")) < job.batches:
+            yield number
+
+    def make(number: int) -> Batch:
+        return Batch.of(number, tuple(store.sample(int(i)) for i in batches.batch(number)))
+
+    source = Prefetch(numbers(), make)
+    begun = time.perf_counter()
+    try:
+        stopped = pump(
+            engine,
+            world,
+            source,
+            Stager(planes, ring, device),
+            ring,
+            writer,
+            waits,
+            stop,
+            lambda: line.set(
+                writer.progress.tokens,
+                lambda: (
+                    f"{writer.progress.bytes / (time.perf_counter() - begun) / 1e9:.2f} GB/s, "
+                    f"waits for {waits.most()}"
+                ),
+            ),
+        )
+    finally:
+        source.close()
+        line.close()
+    journal.close()
+    seconds = time.perf_counter() - begun
+    progress = writer.progress
+    return stopped, {
+        "replica": place.replica,
+        "seconds": round(seconds, 3),
+        "samples": progress.samples,
+        "tokens": progress.tokens,
+        "bytes": progress.bytes,
+        "tokens_per_second": round(progress.tokens / seconds, 1),
+        "waits": {name: round(value, 3) for name, value in asdict(waits).items()},
+        "writing": round(progress.write_seconds, 3),
+    }
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds that the loop stood still, by what it waited for; `model` is time inside forward."""
+
+    data: float = 0.0
+    disk: float = 0.0
+    model: float = 0.0
+
+    def most(self) -> str:
+        return max(
+            ("data", self.data), ("disk", self.disk), ("the model", self.model), key=_second
+        )[0]
+
+
+def _second(pair: tuple[str, float]) -> float:
+    return pair[1]
+
+
+def pump(
+    engine: Engine,
+    world: World,
+    source: "Prefetch",
+    stager: Stager,
+    ring: HostRing,
+    writer: Writer,
+    waits: Waits,
+    stop: StopSignals,
+    on_step: Callable[[], None],
+) -> bool:
+    """Batches through the model to the writer, until there are no more or a signal came.
+
+    The host buffer is taken before the replica hears of a batch, so that when the disk is behind the
+    other ranks wait here, in a CPU broadcast, and never in a collective on the GPU. Returns whether it
+    was stopped; raises the writer's error."""
+    stopped = False
+    clock = time.perf_counter
+    try:
+        while True:
+            mark = clock()
+            batch = None if stop.asked else source.next()
+            waits.data += clock() - mark
+            stopped = stop.asked is not None
+            if batch is None:
+                break
+            mark = clock()
+            buffer = ring.acquire(stager.nbytes(batch.num_tokens), writer.check)
+            waits.disk += clock() - mark
+            mark = clock()
+            world.share_batch(batch)
+            writer.submit(stager.stage(engine.forward(batch), buffer))
+            waits.model += clock() - mark
+            on_step()
+        world.share_batch(None)
+    finally:
+        writer.close()
+    on_step()
+    return stopped
+
+
+def follow(engine: Engine, world: World) -> None:
+    """A rank that computes and does not write: the same batches, until the writer says no more."""
+    while (batch := world.share_batch(None)) is not None:
+        engine.forward(batch)
+
+
+class Prefetch:
+    """Makes the next batches in a thread while the model runs."""
+
+    def __init__(
+        self, numbers: Iterator[int], make: Callable[[int], Batch], depth: int = 2
+    ) -> None:
+        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._fill, args=(numbers, make), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _fill(self, numbers: Iterator[int], make: Callable[[int], Batch]) -> None:
+        item: Batch | BaseException | None = None
+        try:
+            for number in numbers:
+                if not self._put(make(number)):
+                    return
+        except BaseException as error:
+            item = error
+        self._put(item)
+
+    def _put(self, item: Batch | BaseException | None) -> bool:
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(item, timeout=0.2)
+                return True
+        return False
+
+    def next(self) -> Batch | None:
+        """The next batch, or None at the end. Raises what making it raised."""
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise RunError(f"cannot read the prepared samples: {item!r}") from item
+        return item
+
+    def close(self) -> None:
+        self._closed.set()

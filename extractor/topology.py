@@ -1,0 +1,190 @@
+"""Who this rank is, and how ranks speak to each other before and beside the model.
+
+A world of tp x replicas ranks, as torchrun's environment describes it; one process without torchrun
+is the small case of the same. Each replica gets process groups of its own, so that replicas never
+wait for each other on the GPU; across replicas there is only torchrun's key-value store.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from extractor.errors import RunError, UsageError
+from extractor.records import Batch
+
+# Ranks wait for rank 0 while it tokenizes or while its disk is slow: hours are normal there. A dead
+# rank is noticed all the same, because torchrun ends the others and gloo sees its socket close.
+PATIENCE = timedelta(days=7)
+_STOP = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This process among the others, from torchrun's variables; Slurm's own are never read.
+
+    Attributes:
+        rank, world_size: over all nodes.
+        local_rank: on this node; the index of its GPU.
+        tp: ranks that hold one copy of the model together.
+        restart: how often torchrun has restarted the group.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tp: int
+    restart: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.tp:
+            raise UsageError(
+                f"--tp {self.tp} does not divide the world of {self.world_size} ranks: "
+                f"start {self.tp} ranks, or a multiple of that"
+            )
+
+    @classmethod
+    def from_environment(cls, tp: int | None) -> "Place":
+        """Raises UsageError when tp does not divide the world."""
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            tp=tp or world_size,
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def replicas(self) -> int:
+        return self.world_size // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def is_writer(self) -> bool:
+        """The tp rank 0 of a replica hands out its batches and writes its files."""
+        return self.tp_rank == 0
+
+
+class World:
+    """The store that all ranks share and this replica's groups. Make one a process, and close it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._store = _open_store(place)
+
+    # Rank 0's word to all others -------------------------------------------------------------
+
+    def tell(self, key: str, value: Any) -> None:
+        """Publish a JSON value under a key, once."""
+        self._store.set(key, json.dumps(value))
+
+    def hear(self, key: str, while_waiting: Callable[[], None] = lambda: None) -> Any:
+        """Wait, for as long as it takes, for the value that another rank tells.
+
+        while_waiting is called now and then and may raise, to give up."""
+        pause = 0.01
+        while not self._store.check([key]):
+            while_waiting()
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+        return json.loads(self._store.get(key))
+
+    def next_number(self, key: str) -> int:
+        """0, 1, 2, ... over all callers of all ranks."""
+        return int(self._store.add(key, 1)) - 1
+
+    # The replica's own groups ----------------------------------------------------------------
+
+    def join_replica(self, device: torch.device) -> None:
+        """Make the process groups that SGLang builds on: NCCL or gloo among the tp ranks."""
+        place = self.place
+        store = dist.PrefixStore(f"replica{place.replica}", self._store)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=place.tp_rank,
+            world_size=place.tp,
+            timeout=timedelta(minutes=10),
+        )
+        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def share_batch(self, batch: Batch | None) -> Batch | None:
+        """From the writer to its replica: the next batch, or None for the end.
+
+        The writer gives it and gets it back; the other ranks give None and get a batch without
+        samples. One small gloo broadcast of the shape and one of lengths and ids."""
+        if self.place.tp == 1:
+            return batch
+        if self.place.is_writer:
+            shape = [_STOP, 0, 0] if batch is None else [batch.number, len(batch.lengths), 0]
+            if batch is not None:
+                shape[2] = batch.num_tokens
+            header = torch.tensor(shape, dtype=torch.int64)
+        else:
+            header = torch.empty(3, dtype=torch.int64)
+        dist.broadcast(header, 0, self._control)
+        number, sequences, tokens = header.tolist()
+        if number == _STOP:
+            return None
+        if batch is not None:
+            body = torch.cat([torch.tensor(batch.lengths, dtype=torch.int64), batch.input_ids])
+        else:
+            body = torch.empty(sequences + tokens, dtype=torch.int64)
+        dist.broadcast(body, 0, self._control)
+        if batch is not None:
+            return batch
+        return Batch(number, tuple(body[:sequences].tolist()), body[sequences:].clone())
+
+    def least(self, value: int) -> int:
+        """The smallest of the replica's values, so that all its ranks plan alike."""
+        if self.place.tp == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, self._control)
+        return int(tensor)
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _open_store(place: Place) -> dist.Store:
+    """torchrun's own store, by the address it gives; nothing here listens on a port of its own,
+    except in a world without torchrun's agent store, where rank 0 must."""
+    if place.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port:
+        raise UsageError(
+            f"WORLD_SIZE is {place.world_size} but MASTER_ADDR and MASTER_PORT are not set: "
+            "start with torchrun"
+        )
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            host,
+            int(port),
+            world_size=place.world_size,
+            is_master=place.rank == 0 and not agent_store,
+            timeout=timedelta(minutes=5),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, OSError) as error:
+        raise RunError(f"cannot reach torchrun's store at {host}:{port}: {error}") from error
+    return dist.PrefixStore(f"extractor/{place.restart}", store)

@@ -1,0 +1,161 @@
+"""From the device to the host without the forward waiting: pinned buffers under a byte budget, a
+stream of their own for the copies, and an event that says when a batch has landed.
+
+On the CPU the same code runs with plain buffers and no stream.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from extractor.layout import Plane, encode, finite_rows
+from extractor.records import Batch, CapturedBatch
+from extractor.store import Blob
+
+
+class HostRing:
+    """Host buffers for batches in flight: `slots` of slot_bytes each, handed out again and again.
+
+    A batch larger than a slot (a sample over the token budget) gets a buffer of its own, once nothing
+    else is in flight, so that memory stays under max(slots * slot_bytes, the largest batch).
+    """
+
+    def __init__(self, slot_bytes: int, slots: int, pinned: bool) -> None:
+        assert slots >= 1 and slot_bytes >= 1
+        self.slot_bytes, self.slots, self._pinned = slot_bytes, slots, pinned
+        self._free: list[torch.Tensor] = []
+        self._made = 0
+        self._in_flight = 0
+        self._changed = threading.Condition()
+
+    def acquire(self, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
+        """A uint8 buffer of at least nbytes; waits for one to come back.
+
+        check() is called while waiting and may raise, so that a dead writer is noticed."""
+        with self._changed:
+            while True:
+                check()
+                if nbytes > self.slot_bytes:
+                    if self._in_flight == 0:
+                        self._free.clear()
+                        self._made = 0
+                        self._in_flight = 1
+                        return self._allocate(nbytes)
+                elif self._free:
+                    self._in_flight += 1
+                    return self._free.pop()
+                elif self._made < self.slots:
+                    self._made += 1
+                    self._in_flight += 1
+                    return self._allocate(self.slot_bytes)
+                self._changed.wait(timeout=0.2)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        with self._changed:
+            self._in_flight -= 1
+            if len(buffer) == self.slot_bytes:
+                self._free.append(buffer)
+            self._changed.notify_all()
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+
+@dataclass(eq=False)
+class StagedBatch:
+    """A batch on its way to, or in, host memory.
+
+    Attributes:
+        batch: whose states these are, with its samples.
+        planes: in the order of the buffer.
+        buffer: uint8; each plane's rows in one piece.
+    """
+
+    batch: Batch
+    planes: tuple[Plane, ...]
+    buffer: torch.Tensor
+    _finite: torch.Tensor
+    _arrival: Any = None
+    _sources: list[torch.Tensor] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Until the bytes are here; then the device's copies are let go."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        self._sources.clear()
+
+    @cached_property
+    def _bases(self) -> dict[str, int]:
+        base, bases = 0, {}
+        for plane in self.planes:
+            bases[plane.key] = base
+            base += plane.row_bytes * self.batch.num_tokens
+        return bases
+
+    def tensor(self, plane: Plane, sequence: int) -> torch.Tensor:
+        """One sequence's rows of a plane: a view of the buffer, [T, width] or [T]."""
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        base = self._bases[plane.key]
+        rows = self.buffer[base + begin * plane.row_bytes : base + end * plane.row_bytes]
+        return rows.view(plane.dtype).view(plane.shape(end - begin))
+
+    def blob(self, plane: Plane, sequence: int) -> Blob:
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        base = self._bases[plane.key]
+        rows = self.buffer[base + begin * plane.row_bytes : base + end * plane.row_bytes]
+        return Blob(plane.dtype, plane.shape(end - begin), memoryview(rows.numpy()))
+
+    def first_bad_token(self, sequence: int) -> tuple[Plane, int] | None:
+        """The first token with a value that is not finite, and the plane it is in, if any."""
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        good = self._finite[:, begin:end]
+        if bool(good.all()):
+            return None
+        token = int((~good).any(dim=0).nonzero()[0, 0])
+        plane = int((~good[:, token]).nonzero()[0, 0])
+        return self.planes[plane], token
+
+
+class Stager:
+    """Sends captured batches to host buffers."""
+
+    def __init__(self, planes: Sequence[Plane], ring: HostRing, device: torch.device) -> None:
+        self._planes = tuple(planes)
+        self._ring = ring
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def nbytes(self, tokens: int) -> int:
+        return tokens * sum(plane.row_bytes for plane in self._planes)
+
+    def stage(self, captured: CapturedBatch, buffer: torch.Tensor) -> StagedBatch:
+        """Start the copy into a buffer of nbytes(tokens) or more, and return at once (CUDA)."""
+        if self._stream is None:
+            return self._copy(captured, buffer)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return self._copy(captured, buffer)
+
+    @torch.no_grad()
+    def _copy(self, captured: CapturedBatch, buffer: torch.Tensor) -> StagedBatch:
+        tokens = captured.batch.num_tokens
+        encoded = encode(self._planes, captured.states)
+        base = 0
+        for plane in self._planes:
+            size = plane.row_bytes * tokens
+            target = buffer[base : base + size].view(plane.dtype).view(plane.shape(tokens))
+            target.copy_(encoded[plane.key], non_blocking=True)
+            base += size
+        finite = torch.stack([finite_rows(encoded[plane.key]) for plane in self._planes])
+        if self._stream is None:
+            return StagedBatch(captured.batch, self._planes, buffer, finite)
+        host_finite = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
+        host_finite.copy_(finite, non_blocking=True)
+        arrival = torch.cuda.Event(blocking=True)
+        arrival.record(self._stream)
+        # Held until the copy is done: their memory belongs to the forward's stream.
+        sources = [*captured.states.values(), *encoded.values(), finite]
+        return StagedBatch(captured.batch, self._planes, buffer, host_finite, arrival, sources)

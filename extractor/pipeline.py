@@ -47,7 +47,14 @@ from extractor.progress import ProgressLine, say
 from extractor.records import Batch
 from extractor.signals import Stopped, StopSignals
 from extractor.states import States
-from extractor.store import ROWS_A_FOLDER, SAMPLES, TEMPORARY, refuse_links, sweep_temporaries
+from extractor.store import (
+    ROWS_A_FOLDER,
+    SAMPLES,
+    TEMPORARY,
+    refuse_links,
+    sweep_temporaries,
+    sweep_temporaries_of,
+)
 from extractor.topology import Place, World, record_error
 from extractor.transfer import HostRing, Stager
 from extractor.watch import Watch
@@ -135,20 +142,33 @@ def extract(
         watch.last_words = partial(_mark_end, _run_path(config))
     watch.start()
     try:
-        code = _lead_and_work(config, place, world, device, backend, watch, begun)
-    except Stopped:
-        code = _stop_early(place, watch)
-    except OSError as error:
-        failure = disk_error(error)
-        watch.fail(failure)
-        raise failure from error
+        code = _watched(config, place, world, device, backend, watch, begun)
     except BaseException as error:
+        watch.fail(error)
         if not isinstance(error, UsageError | SystemExit):
-            watch.fail(error)
+            watch.last_words("failed", str(error))
         raise
-    watch.close()
+    finally:
+        watch.close()
     world.leave()
     return code
+
+
+def _watched(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    backend: Backend,
+    watch: Watch,
+    begun: float,
+) -> int:
+    try:
+        return _lead_and_work(config, place, world, device, backend, watch, begun)
+    except Stopped:
+        return _stop_early(place, watch)
+    except OSError as error:
+        raise disk_error(error) from error
 
 
 def _lead_and_work(
@@ -184,6 +204,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _stop_early(place: Place, watch: Watch) -> int:
     """A signal came before there was anything to drain."""
+    watch.say_stopping()
     if place.rank == 0:
         watch.check_everyone_stops()
         watch.last_words("stopped", "")
@@ -262,7 +283,9 @@ def _lead(
     lead = Lead(config, spec, states, store, _no_plan(), done, selected, {}, run_path, stages, lock)
     lead.run = _describe(lead, place, device, parts, dtype)
     lead.run["started_from"] = int(done.finished.sum())
+    sweep_temporaries_of(run_path)
     with lock.alone("writing rejects.jsonl"):
+        sweep_temporaries_of(config.output / REJECTS)
         write_rejects(config.output, [*store.rejects, *done.rejected.values()])
     if not len(left):
         return Job(answer=_finish(lead, "complete")), None

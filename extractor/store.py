@@ -195,6 +195,12 @@ def sweep_temporaries(folder: Path, rows: Container[int]) -> int:
     return count
 
 
+def sweep_temporaries_of(path: Path) -> None:
+    """Remove what killed writers left of one file that nobody else writes now."""
+    for temporary in path.parent.glob(f".{path.name}.*{TEMPORARY}"):
+        temporary.unlink(missing_ok=True)
+
+
 def refuse_links(output: Path) -> None:
     """Raises UsageError when a folder inside the output folder is a link: writing would follow it
     out of there. The output folder itself may be one."""

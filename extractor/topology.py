@@ -104,7 +104,12 @@ class World:
         pause = 0.01
         with _store_errors():
             while not self._store.check([key]):
-                while_waiting()
+                try:
+                    while_waiting()
+                except BaseException:
+                    if self._store.check([key]):  # told in the same moment
+                        break
+                    raise
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.5)
             return json.loads(self._store.get(key))

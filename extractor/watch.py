@@ -18,21 +18,24 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from extractor.errors import PeerError, RunError
 from extractor.progress import say
 from extractor.signals import StopSignals
 
-BEAT_SECONDS = 2.0
+BEAT_SECONDS = 1.0
 # Beats without a sign of life of the neighbour, by the stage it was last seen in. Before the first
 # forward a rank may import or map large files in C code that lets no thread run.
-SILENT_BEATS = {"prepare": 300, "load": 300, "run": 10}
+SILENT_BEATS = {"prepare": 600, "load": 600, "run": 20}
 # From hearing of a failure to leaving, for what is being written to be finished or removed.
 GRACE_SECONDS = 5.0
 # From a signal to leaving by force. torchrun kills what is left after 30.
 STOP_SECONDS = 25.0
 EVERYONE_SECONDS = 8.0
+# A rank inside a collective waits for another: that one has the first word.
+WAITER_SECONDS = 6.0
 FIRST_STEP_SECONDS = 600.0  # kernels are compiled in it
 SLOWER = 20.0
 
@@ -101,6 +104,7 @@ class Watch:
         record: Callable[[BaseException], None] = lambda _: None,
         leave: Callable[[int], Any] = os._exit,
         clock: Callable[[], float] = time.monotonic,
+        life: "Life | None" = None,
     ) -> None:
         self._board, self._rank, self.stop = board, rank, stop
         self._world_size = world_size
@@ -114,11 +118,13 @@ class Watch:
         self._paces: dict[str, Pace] = {}
         self._steps: dict[str, Step] = {}
         self._beats = self._unchanged = 0
+        self._life = life or Life.own()
         self._seen: Any = None
         self._failure: dict[str, Any] | None = None
         self._failed_at = 0.0
         self._said_stop = False
         self._closed = threading.Event()
+        self._beating = threading.Lock()
         self.stage = "prepare"
         # What is left to do for a rank that must leave in a hurry: (status, reason).
         self.last_words: Callable[[str, str], None] = lambda status, reason: None
@@ -128,15 +134,23 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """The end is in sight: from here on, nothing that happens to another rank matters."""
-        self._closed.set()
+        """This rank's part is over: what happens to others is no matter, nor is its own end."""
+        with self._beating:
+            self._closed.set()
+            with contextlib.suppress(RunError):
+                self._board.post(f"beat/{self._rank}", [self._beats, "end", self._life.note])
 
     # For the threads that work ----------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises PeerError when another rank has failed."""
+        """Raises PeerError when another rank has failed, RunError when this one has found it dead."""
         if self._failure is not None:
-            raise PeerError(self._failure["text"], elsewhere=self._elsewhere(self._failure))
+            raise self._heard(self._failure)
+
+    def _heard(self, failure: dict[str, Any]) -> RunError:
+        if failure["rank"] == self._rank:
+            return RunError(failure["text"])
+        return PeerError(failure["text"], elsewhere=failure["host"] != socket.gethostname())
 
     @contextlib.contextmanager
     def step(self, kind: str, what: str, tokens: int) -> Generator[None]:
@@ -162,10 +176,12 @@ class Watch:
         with contextlib.suppress(RunError):  # the store may be what failed
             self._publish(f"rank {self._rank}: {str(error) or repr(error)}", stuck=False)
 
+    def say_stopping(self) -> None:
+        self._board.post(f"{STOP}/{self._rank}", True)
+
     def check_everyone_stops(self) -> None:
         """torchrun sends the same signal for a preemption, which reaches every rank, and because a
         rank has died. Raises RunError when a rank does not say that it was asked to stop too."""
-        self._board.post(f"{STOP}/{self._rank}", True)
         end = time.monotonic() + EVERYONE_SECONDS
         silent = set(range(self._world_size))
         while silent:
@@ -180,17 +196,21 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            try:
-                self.tick()
-            except RunError as error:
+            with self._beating:
                 if not self._closed.is_set():
-                    self._end(EXIT_FAILED, error)
+                    self.tick()
             self._closed.wait(BEAT_SECONDS)
 
     def tick(self) -> None:
-        """One beat. Raises RunError when the store is gone."""
+        """One beat."""
+        try:
+            self._tick()
+        except RunError as error:  # the store is gone
+            self._end(EXIT_FAILED, error)
+
+    def _tick(self) -> None:
         self._beats += 1
-        self._board.post(f"beat/{self._rank}", [self._beats, self.stage])
+        self._board.post(f"beat/{self._rank}", [self._beats, self.stage, self._life.note])
         self._hear_failure()
         self._pass_on_stop()
         self._look_at_neighbour()
@@ -203,11 +223,7 @@ class Watch:
             if self._failure and self._failure["stuck"]:
                 say(f"rank {self._rank} is in {_where(threading.main_thread().ident)}")
         elif self._clock() - self._failed_at > GRACE_SECONDS:
-            text, elsewhere = self._failure["text"], self._elsewhere(self._failure)
-            self._end(EXIT_FAILED, PeerError(text, elsewhere=elsewhere))
-
-    def _elsewhere(self, failure: dict[str, Any]) -> bool:
-        return failure["host"] != socket.gethostname()
+            self._end(EXIT_FAILED, self._heard(self._failure))
 
     def _pass_on_stop(self) -> None:
         if self.stop.asked is None:
@@ -216,7 +232,7 @@ class Watch:
             return
         if not self._said_stop:
             self._board.post(STOP, self.stop.asked)
-            self._board.post(f"{STOP}/{self._rank}", True)
+            self.say_stopping()
             self._said_stop = True
         if self._clock() - self.stop.at > STOP_SECONDS:
             say(
@@ -235,17 +251,23 @@ class Watch:
             self._seen, self._unchanged = beat, 0
             return
         self._unchanged += 1
-        if self._unchanged > SILENT_BEATS.get(beat[1], SILENT_BEATS["load"]):
+        _, stage, note = beat
+        if stage == "end":
+            return
+        if self._life.is_over(note):
+            text = f"rank {self._neighbour} (process {note[1]}) has died; see its own output"
+        elif self._unchanged > SILENT_BEATS[stage]:
             seconds = self._unchanged * BEAT_SECONDS
             text = f"rank {self._neighbour} has given no sign of life for {seconds:.0f} s"
-            self._publish(text, stuck=True)
-            self._end(EXIT_FAILED, RunError(text))
+        else:
+            return
+        self._publish(text, stuck=True)
+        # The threads that work hear of it, and have a moment to finish what they write.
 
     def _look_at_own_steps(self) -> None:
         for step in list(self._steps.values()):
             seconds, where = self._clock() - step.begun, _where(step.thread)
-            # A rank inside a collective waits for another: give that one the first word.
-            patience = 4 * BEAT_SECONDS if "torch/distributed" in where else 0.0
+            patience = WAITER_SECONDS if "torch/distributed" in where else 0.0
             if seconds < step.limit + patience:
                 continue
             text = (
@@ -271,6 +293,33 @@ class Watch:
         self._closed.set()
         sys.stderr.flush()
         self._leave(code)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """How a rank on the same machine can tell that this process has ended: its namespace of process
+    numbers, its number, and when it began, by which a number that came again is known."""
+
+    note: list[Any]
+
+    @classmethod
+    def own(cls) -> "Life":
+        space = f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+        return cls([space, os.getpid(), _began(os.getpid())])
+
+    def is_over(self, note: list[Any]) -> bool:
+        """Whether the process of another's note has ended, as far as can be seen from here."""
+        space, pid, began = note
+        return space == self.note[0] and _began(pid) != began
+
+
+def _began(pid: int) -> int:
+    """When a process began, in clock ticks; 0 when it has ended, waited for by its parent or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _where(thread: int | None) -> str:

@@ -101,7 +101,7 @@ class SGLangEngine:
         if backbone is None:
             raise UsageError(f"{spec.architecture} has no capture marks where they were expected")
         self._backbone = backbone
-        self._capture = Capture(backbone, states)
+        self.capture = Capture(backbone, states)
         device = options.device
         self._slots = torch.arange(
             FIRST_SLOT, FIRST_SLOT + self._pool_tokens, dtype=torch.int64, device=device
@@ -189,7 +189,7 @@ class SGLangEngine:
         with compat.forward_scope(self._runner, forward_batch):
             attention.init_forward_metadata(forward_batch)
             self._backbone(forward_batch.input_ids, self._positions(forward_batch), forward_batch)
-        return self._capture.take()
+        return self.capture.take()
 
     def _positions(self, forward_batch: Any) -> torch.Tensor:
         positions = forward_batch.positions
@@ -248,8 +248,13 @@ class SGLangEngine:
             return tensor
         return tensor.pin_memory().to(self._options.device, non_blocking=True)
 
+    def mark(self, states: States) -> None:
+        """Capture these states from now on, instead of those it was built with."""
+        self.capture.remove()
+        self.capture = Capture(self._backbone, states)
+
     def close(self) -> None:
-        self._capture.remove()
+        self.capture.remove()
 
 
 def build(spec: ModelSpec, states: States, place: Place, options: EngineOptions) -> SGLangEngine:

@@ -55,7 +55,7 @@ from extractor.store import (
     sweep_temporaries,
     sweep_temporaries_of,
 )
-from extractor.topology import Place, World, record_error
+from extractor.topology import Place, World, is_broken_connection, record_error
 from extractor.transfer import HostRing, Stager
 from extractor.watch import Watch
 from extractor.writer import Writer
@@ -169,6 +169,10 @@ def _watched(
         return _stop_early(place, watch)
     except OSError as error:
         raise disk_error(error) from error
+    except RuntimeError as error:
+        if is_broken_connection(error):
+            raise watch.reason_for(error) from error
+        raise
 
 
 def _lead_and_work(
@@ -205,6 +209,7 @@ def _exit_code(error: BaseException) -> int:
 def _stop_early(place: Place, watch: Watch) -> int:
     """A signal came before there was anything to drain."""
     watch.say_stopping()
+    watch.check_board()
     if place.rank == 0:
         watch.check_everyone_stops()
         watch.last_words("stopped", "")
@@ -493,7 +498,7 @@ def _work(
     spec = lead.spec if lead else ModelSpec.read(job.model)
     states = States(tuple(job.states), spec.num_layers)
     mark = time.perf_counter()
-    watch.stage = "load"
+    watch.enter("load")
     with watch.stop.interrupting():
         world.join_replica(device)
         engine = backend.build(
@@ -510,7 +515,7 @@ def _work(
                 verbose=config.verbose,
             ),
         )
-    watch.stage = "run"
+    watch.enter("run")
     if lead:
         lead.stages["load"] = time.perf_counter() - mark
         lead.run["engine"] = engine.info.details

@@ -24,6 +24,7 @@ from extractor.data.tokenizer import load_converter, load_rules
 from extractor.data.work import outcomes
 from extractor.errors import RunError, UsageError
 from extractor.model import ModelSpec
+from extractor.store import sync_path
 
 RULES_VERSION = "1"  # goes up when the same row may get other ids or another mask
 FOLDER = "prepared"
@@ -73,6 +74,9 @@ def prepare(
     with _temporary_folder(config.output) as folder:
         tally = _fill(folder, config, sources, converter, inputs, (key, parts), progress)
         _refuse_bad_rows(config, tally)
+        # Tokenizing may have taken hours, and a store that a power cut emptied would be in the way.
+        for file in (*folder.iterdir(), folder):
+            sync_path(file)
         return _publish(folder, config.output / FOLDER / key[:16], report)
 
 

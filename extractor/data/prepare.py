@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -264,19 +264,17 @@ def _expected_rows(config: DataConfig, sources: Sequence[Source], inputs: Any) -
 
 
 @contextmanager
-def _temporary_folder(output: Path) -> Iterator[Path]:
+def _temporary_folder(output: Path) -> Generator[Path]:
     """A folder on the output's file system that is removed at the end, with every folder made for
     it, unless it was renamed. Raises UsageError when it cannot be made."""
     output = output.expanduser().absolute()
     place = output / FOLDER if output.is_dir() else next(p for p in output.parents if p.is_dir())
-    name = output.name if not output.is_dir() else ""
+    prefix = TEMPORARY if output.is_dir() else f".{output.name}{TEMPORARY}"
     made = not place.exists()
     try:
         place.mkdir(exist_ok=True)
-        _remove_leftovers(place, f".{name}{TEMPORARY}" if name else TEMPORARY)
-        folder = place / (f".{name}{TEMPORARY}" if name else TEMPORARY).__add__(
-            f"{socket.gethostname()}-{os.getpid()}"
-        )
+        _remove_leftovers(place, prefix)
+        folder = place / f"{prefix}{socket.gethostname()}-{os.getpid()}"
         folder.mkdir()
     except OSError as error:
         raise UsageError(f"--output {output}: cannot be written: {error.strerror}") from error

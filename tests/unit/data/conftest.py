@@ -57,8 +57,7 @@ def models_dir() -> Path:
     return Path(folder)
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
+def train() -> Tokenizer:
     """Byte-level BPE of a few hundred tokens, with the special tokens of every template here. It
     merges spaces and newlines, so that tokens do straddle headers."""
     made = Tokenizer(models.BPE())
@@ -70,6 +69,11 @@ def tokenizer() -> Tokenizer:
     )
     made.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
     return made
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return train()
 
 
 Make = Callable[..., Converter]

@@ -14,11 +14,33 @@ from tokenizers import Tokenizer
 # Pieces that tempt: headers, end tokens, thoughts, spaces to merge, text that repeats.
 PIECES = st.sampled_from(
     [
-        "Hello", "Hi there.", "hm", "<|im_start|>assistant\n", "<|im_end|>", "</s>", "[/INST]",
-        "<｜Assistant｜>", "<start_of_turn>model\n", "user\n", "\n\n", "  ", "\n", "x = 1", "\u2028",
-        "日本", "🙂", "é", '{"a": 1}', "'", "<tool_call>", "<|end|>", "assistant", "42", "% {{ x }}",
+        "Hello",
+        "Hi there.",
+        "hm",
+        "<|im_start|>assistant\n",
+        "<|im_end|>",
+        "</s>",
+        "[/INST]",
+        "<｜Assistant｜>",
+        "<start_of_turn>model\n",
+        "user\n",
+        "\n\n",
+        "  ",
+        "\n",
+        "x = 1",
+        "\u2028",
+        "日本",
+        "🙂",
+        "é",
+        '{"a": 1}',
+        "'",
+        "<tool_call>",
+        "<|end|>",
+        "assistant",
+        "42",
+        "% {{ x }}",
     ]
-)  # fmt: skip
+)
 WORD = st.sampled_from(["Goose", "swan", "42", "Ente", "鳥"])
 
 

@@ -19,7 +19,7 @@ from extractor.data.choose import selected
 from extractor.data.read import Source, open_sources
 from extractor.data.rows import FILTERS, Refusal
 from extractor.data.sample import Converter, Rules
-from extractor.data.store import INFO, PreparedStore, StoreWriter
+from extractor.data.store import INFO, Identity, PreparedStore, StoreWriter
 from extractor.data.tokenizer import load_converter, load_rules
 from extractor.data.work import outcomes
 from extractor.errors import RunError, UsageError
@@ -71,7 +71,8 @@ def prepare(
     _refuse_other_run(config.output, kept, parts)
     converter = load_converter(rules)
     with _temporary_folder(config.output) as folder:
-        tally = _fill(folder, config, sources, converter, inputs, (key, parts), progress)
+        made_from = Identity(key, parts, str(model.path), inputs)
+        tally = _fill(folder, config, sources, converter, made_from, progress)
         _refuse_bad_rows(config, tally)
         return _publish(folder, config.output / FOLDER / key[:16], report)
 
@@ -220,12 +221,11 @@ def _fill(
     config: DataConfig,
     sources: Sequence[Source],
     converter: Converter,
-    inputs: Any,
-    identified: tuple[str, Mapping[str, str]],
+    made_from: Identity,
     progress: Progress | None,
 ) -> _Tally:
     """Convert every row into the folder's files."""
-    total = _expected_rows(config, sources, inputs)
+    total = _expected_rows(config, sources, made_from.inputs)
     workers = config.workers or len(os.sched_getaffinity(0))
     writer = StoreWriter(folder)
     tally = _Tally()
@@ -241,7 +241,7 @@ def _fill(
             if progress is not None:
                 progress(tally.rows, None if total is None else max(total, tally.rows))
         tally.samples = writer.samples
-        writer.close(tally.rows, *identified, inputs)
+        writer.close(tally.rows, made_from)
     except OSError as error:
         raise RunError(f"{error.filename or folder}: {error.strerror or error}") from error
     finally:
@@ -249,7 +249,9 @@ def _fill(
     return tally
 
 
-def _expected_rows(config: DataConfig, sources: Sequence[Source], inputs: Any) -> int | None:
+def _expected_rows(
+    config: DataConfig, sources: Sequence[Source], inputs: Sequence[Mapping[str, Any]]
+) -> int | None:
     """How many rows there will be, or None; lines are counted as rows here."""
     newlines = {facts["path"]: facts["newlines"] for facts in inputs}
     total = 0
@@ -299,17 +301,23 @@ def _publish(folder: Path, target: Path, report: Report) -> PreparedStore:
     """Rename the whole store into place; where another job was faster, its store is the same."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (target / INFO).exists():
-            shutil.rmtree(folder)
-        else:
+        if not _is_whole(target):
             shutil.rmtree(target, ignore_errors=True)
             folder.rename(target)
     except OSError as error:
-        if not (target / INFO).exists():
+        if not _is_whole(target):
             raise UsageError(f"--output {target}: cannot be written: {error.strerror}") from error
     store = PreparedStore.open(target)
     report(describe(store))
     return store
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        PreparedStore.open(folder)
+    except RunError:
+        return False
+    return True
 
 
 def describe(store: PreparedStore) -> str:

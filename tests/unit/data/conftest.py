@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from extractor.data.rows import Limits, RawRow
 from extractor.data.sample import Converter, Outcome, Rules
+from extractor.model import ModelSpec
 
 DATA = Path(__file__).parents[2] / "data"
 TEMPLATES = DATA / "templates"
@@ -141,3 +142,27 @@ def supervised(outcome: Outcome, tokenizer: Tokenizer, index: int = 0) -> list[s
 
 def reasons(outcome: Outcome) -> list[str]:
     return [refusal.reason for refusal in outcome.refusals]
+
+
+@pytest.fixture(scope="session")
+def toy_model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """A model folder with all that the front end reads: a tokenizer and a template."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("toy")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|endoftext|>"
+    )
+    fast.chat_template = (TEMPLATES / "chatml.jinja").read_text()
+    fast.save_pretrained(folder)
+    return ModelSpec(
+        path=folder,
+        architecture="ToyForCausalLM",
+        num_layers=4,
+        hidden_size=8,
+        num_heads=2,
+        vocab_size=2000,
+        context_length=500,
+        dtype="bfloat16",
+        digest="toy",
+    )

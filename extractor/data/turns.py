@@ -318,7 +318,7 @@ def check_rendered(trace: Trace, conversation: Conversation, wanted: Collection[
     Raises:
         BadRow: "not_rendered", "tool_calls_not_rendered", "tools_not_rendered", "empty_assistant".
     """
-    shown = {(int(m), int(k)) for m, k in _distinct(trace)}
+    shown = _distinct(trace)
     printed = {message for message, _ in shown}
     if conversation.tools and not any(message < NOBODY for message in printed):
         raise BadRow("tools_not_rendered", "the chat template does not print the row's tools")
@@ -356,7 +356,8 @@ def _lost_in_calls(trace: Trace, turn: int) -> str:
     return ""
 
 
-def _distinct(trace: Trace) -> np.ndarray:
-    """[k, 2] pairs (message, kind) that print at least one character of their own."""
+def _distinct(trace: Trace) -> set[tuple[int, int]]:
+    """Pairs (message, kind) that print at least one character of their own."""
     here = (trace.origin >= 0) & ~trace.copied
-    return np.unique(np.stack([trace.message[here], trace.kind[here]], axis=1), axis=0)
+    codes = np.unique((trace.message[here] << 3) | trace.kind[here])
+    return {(code >> 3, code & 7) for code in codes.tolist()}

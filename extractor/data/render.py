@@ -45,6 +45,17 @@ class Kind(IntEnum):
 Rewrite = Callable[[str, int, Kind, bool], str]
 
 
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """A string of a tool call. spoken: a name or a value among the arguments, and not an
+    id or a key; printed: at least one of its characters is."""
+
+    message: int
+    text: str
+    spoken: bool
+    printed: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """A rendered conversation.
@@ -56,8 +67,7 @@ class Trace:
         message: int64 [n], whose text it is: a message's number, TOOLS or NOBODY.
         kind: int8 [n], a Kind; meaningless where nobody's.
         copied: bool [n], the second and later prints of a character that was printed before.
-        lost_calls: numbers of the messages with a tool call of which the name or a text among the
-            arguments is not printed.
+        calls: the strings of tool calls, with what became of them.
     """
 
     text: str
@@ -66,7 +76,7 @@ class Trace:
     message: np.ndarray
     kind: np.ndarray
     copied: np.ndarray
-    lost_calls: frozenset[int]
+    calls: tuple["CallText", ...]
 
     def bones(self) -> str:
         """The text with a NUL for every character that is somebody's: searches for a header or an
@@ -103,7 +113,7 @@ class ChatTemplate:
         """transformers' own render. Raises whatever the template raises."""
         rendered, _ = render_jinja_template(
             conversations=[conversation.messages],
-            tools=conversation.tools,
+            tools=conversation.tools,  # pyright: ignore[reportArgumentType]
             chat_template=self.source,
             add_generation_prompt=generation_prompt,
             **self.variables,
@@ -279,21 +289,23 @@ def _trace(rendered: str, sources: _Sources) -> Trace:
         copied[here] = True
         copied[here[first]] = False
     plain = "".join([rendered])
-    lost = _lost_calls(sources, lengths, origin[here])
-    return Trace(plain, origin, block, message, kind, copied, lost)
+    calls = _call_texts(sources, lengths, origin[here])
+    return Trace(plain, origin, block, message, kind, copied, calls)
 
 
-def _lost_calls(sources: _Sources, lengths: list[int], printed: np.ndarray) -> frozenset[int]:
+def _call_texts(sources: _Sources, lengths: list[int], printed: np.ndarray) -> tuple[CallText, ...]:
     ends = np.cumsum(lengths)
     seen = np.zeros(int(ends[-1]) if lengths else 0, bool)
     seen[printed] = True
-    return frozenset(
-        sources.messages[number]
+    return tuple(
+        CallText(
+            sources.messages[number],
+            text,
+            sources.free[number],
+            bool(seen[ends[number] - lengths[number] : ends[number]].any()),
+        )
         for number, text in enumerate(sources.texts)
         if sources.kinds[number] == Kind.CALL
-        and sources.free[number]
-        and text.strip()
-        and not seen[ends[number] - lengths[number] : ends[number]].any()
     )
 
 

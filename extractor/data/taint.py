@@ -81,7 +81,8 @@ class Tainted(str):
     def __mul__(self, times: SupportsIndex) -> str:
         return concat([self] * times.__index__())
 
-    __rmul__ = __mul__
+    def __rmul__(self, times: SupportsIndex) -> str:
+        return self * times
 
     def join(self, iterable: Iterable[str], /) -> str:
         pieces: list[str] = []
@@ -342,9 +343,10 @@ def taint_template(
     )
     environment.globals.update(theirs.globals)
     environment.tests.update(theirs.tests)
-    environment.filters.update(theirs.filters)
-    environment.filters.update(
-        tojson=_tainted_tojson(theirs.filters["tojson"]),
+    filters: dict[str, Any] = environment.filters  # pyright: ignore[reportAssignmentType]
+    filters.update(theirs.filters)
+    filters.update(
+        tojson=_tainted_tojson(filters["tojson"]),
         join=_join,
         replace=_replace,
         indent=_indent,

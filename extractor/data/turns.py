@@ -146,8 +146,9 @@ def _terminators(template: ChatTemplate, special: "re.Pattern[str]") -> set[str]
     if first:
         found.add(first[0])
         found |= _history_terminator(template, special, first[0])
-    called = _tail(_try(template, _USER, _CALL)) or ""
-    closers = special.findall(called)
+    called = _try(template, _USER, _CALL)
+    printed = called is not None and any(call.printed and call.spoken for call in called.calls)
+    closers = special.findall(_tail(called) or "") if printed else []
     if closers and not found & set(closers):
         found.add(closers[-1])
     return found
@@ -251,6 +252,8 @@ def _begin(lead: str, conversation: Conversation, shape: TurnShape, turn: int, k
         shared = len(_shared(lead, opening))
         if shared < len(opening):
             shared = _whole(opening, shared, shape, at_least=len(closing))
+        if not header and kind != Kind.CALL and not lead[shared:].strip():
+            return len(lead)  # a space that the template prints before an answer
         if shared > len(closing) or not header:
             return shared
         if shared == len(opening):
@@ -315,7 +318,7 @@ def check_rendered(trace: Trace, conversation: Conversation, wanted: Collection[
     Raises:
         BadRow: "not_rendered", "tool_calls_not_rendered", "tools_not_rendered", "empty_assistant".
     """
-    shown = {(int(m), int(k)) for m, k in _distinct(trace)}
+    shown = _distinct(trace)
     printed = {message for message, _ in shown}
     if conversation.tools and not any(message < NOBODY for message in printed):
         raise BadRow("tools_not_rendered", "the chat template does not print the row's tools")
@@ -330,10 +333,10 @@ def check_rendered(trace: Trace, conversation: Conversation, wanted: Collection[
             raise BadRow(
                 "not_rendered", f"the chat template drops what the assistant says in turn {number}"
             )
-        if number in trace.lost_calls:
+        if lost := _lost_in_calls(trace, number):
             raise BadRow(
                 "tool_calls_not_rendered",
-                f"the chat template does not print the tool calls of turn {number}",
+                f"the chat template does not print the tool calls of turn {number} ({lost[:60]!r})",
             )
         if number in wanted and not any((number, kind) in shown for kind in list(Kind)[:3]):
             raise BadRow(
@@ -341,7 +344,20 @@ def check_rendered(trace: Trace, conversation: Conversation, wanted: Collection[
             )
 
 
-def _distinct(trace: Trace) -> np.ndarray:
-    """[k, 2] pairs (message, kind) that print at least one character of their own."""
+def _lost_in_calls(trace: Trace, turn: int) -> str:
+    """A name or an argument that is not printed, or "". (A name that an id repeats, as in
+    functions.look_up:0, is printed with that.)"""
+    calls = [call for call in trace.calls if call.message == turn]
+    printed = [call.text for call in calls if call.printed and not call.spoken]
+    for call in calls:
+        lost = call.spoken and not call.printed and call.text.strip()
+        if lost and not any(call.text in text for text in printed):
+            return call.text
+    return ""
+
+
+def _distinct(trace: Trace) -> set[tuple[int, int]]:
+    """Pairs (message, kind) that print at least one character of their own."""
     here = (trace.origin >= 0) & ~trace.copied
-    return np.unique(np.stack([trace.message[here], trace.kind[here]], axis=1), axis=0)
+    codes = np.unique((trace.message[here] << 3) | trace.kind[here])
+    return {(code >> 3, code & 7) for code in codes.tolist()}

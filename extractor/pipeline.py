@@ -258,7 +258,7 @@ def _lead(
     if count == 1:
         lock.rows(0, ALL_ROWS)
     if before is None:
-        backend.check_model(spec, place)
+        backend.check_model(spec, place, config.sglang_args)
         stages["import"] = time.perf_counter() - begun
     mark = time.perf_counter()
     try:
@@ -313,7 +313,7 @@ def _lead(
         f"{budget.host_bytes / memory.GIB:.1f} GiB of states in host memory"
     )
     if before is not None:
-        backend.check_model(spec, place)
+        backend.check_model(spec, place, config.sglang_args)
     write_run(run_path, lead.run)
     job = Job(
         model=str(spec.path),

@@ -1,5 +1,6 @@
 """What the pipeline asks of an engine; small, so that a fake one can drive the whole pipeline."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,7 +77,7 @@ class Backend(Protocol):
         """Called once in a process, before anything else of the backend's."""
         ...
 
-    def check_model(self, spec: ModelSpec, place: Place) -> None:
+    def check_model(self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
         """Refuse what cannot run, before any weight is read. Raises UsageError."""
         ...
 

@@ -5,7 +5,7 @@ tensor-parallel replica hang and break as a real one does.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -86,7 +86,9 @@ class FakeBackend:
     def prepare_process(self, device: torch.device, place: Place, verbose: bool = False) -> None:
         torch.set_num_threads(1)
 
-    def check_model(self, spec: ModelSpec, place: Place) -> None: ...
+    def check_model(
+        self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]
+    ) -> None: ...
 
     def build(
         self, spec: ModelSpec, states: States, place: Place, options: EngineOptions

@@ -32,7 +32,7 @@ def main() -> None:
     engine.prepare_process(device, place)
     world = World(place)
     spec = ModelSpec.read(model)
-    engine.check_model(spec, place)
+    engine.check_model(spec, place, sglang_args)
     world.join_replica(device)
     options = engine.EngineOptions(
         device=device,

@@ -2,7 +2,6 @@
 for those that do."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,12 +49,10 @@ CORPUS = [
 
 
 @pytest.fixture(scope="session")
-def models_dir() -> Path:
+def models_dir(build_model: Callable[[str], Path]) -> Path:
     """The small models that the cases name."""
-    folder = os.environ.get("EXTRACTOR_TEST_MODELS")
-    if not folder:
-        pytest.skip("EXTRACTOR_TEST_MODELS names no folder of test models")
-    return Path(folder)
+    names = ("smollm2", "tiny_qwen3", "think", "strict", "gentag", "bos", "left")
+    return next(iter({build_model(name).parent for name in names}))
 
 
 def train() -> Tokenizer:

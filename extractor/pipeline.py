@@ -254,12 +254,12 @@ def _lead(
     index, count = config.shard_index
     run_path = _run_path(config)
     before = check_output(config.output)
-    lock = FolderLock(config.output, say)
-    if count == 1:
-        lock.rows(0, ALL_ROWS)
     if before is None:
         backend.check_model(spec, place, config.sglang_args)
         stages["import"] = time.perf_counter() - begun
+    lock = FolderLock(config.output, say)
+    if count == 1:
+        lock.rows(0, ALL_ROWS)
     mark = time.perf_counter()
     try:
         with lock.alone("preparing the rows"):

@@ -11,6 +11,7 @@ a disk slower than the model. Those wait outside of steps.
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -287,6 +288,8 @@ class Watch:
         elif self._unchanged > SILENT_BEATS[stage]:
             seconds = self._unchanged * BEAT_SECONDS
             text = f"rank {self._neighbour} has given no sign of life for {seconds:.0f} s"
+            # It does not hear torchrun's SIGTERM either, which waits 30 seconds for it.
+            self._life.end(note)
         else:
             return
         self._publish(text, stuck=True)
@@ -339,6 +342,13 @@ class Life:
         """Whether the process of another's note has ended, as far as can be seen from here."""
         space, pid, began = note
         return space == self.note[0] and _began(pid) != began
+
+    def end(self, note: list[Any]) -> None:
+        """Kill that process, when it can be seen from here that it is the one of the note."""
+        space, pid, began = note
+        if space == self.note[0] and began and _began(pid) == began:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _began(pid: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CASES
+from data_kit import CASES
 
 from extractor.config import DataConfig
 from extractor.data.prepare import prepare

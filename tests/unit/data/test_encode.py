@@ -3,7 +3,7 @@
 import functools
 
 import numpy as np
-from conftest import train
+from data_kit import train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer

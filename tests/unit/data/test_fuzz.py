@@ -5,8 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from conftest import Make
-from test_templates import TOOL_TALK
+from data_kit import TOOL_TALK, Make
 
 from extractor.data.rows import RawRow
 

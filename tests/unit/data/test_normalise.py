@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from conftest import chat
+from data_kit import chat
 
 from extractor.data.normalise import Conversation, Pretokenized, normalise, record_id
 from extractor.data.rows import BadRow

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import chat
+from data_kit import chat
 
 from extractor.config import DataConfig
 from extractor.data import work

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import BOS_EOS, NAMES, Make, convert
+from data_kit import BOS_EOS, NAMES, Make, convert
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer

@@ -1,9 +1,18 @@
 """What is supervised under templates that behave as the public ones do."""
 
-from typing import Any
-
 import pytest
-from conftest import NAMES, Make, chat, convert, reasons, supervised
+from data_kit import (
+    NAMES,
+    RESULT,
+    TOOL,
+    TOOL_TALK,
+    Make,
+    call,
+    chat,
+    convert,
+    reasons,
+    supervised,
+)
 from tokenizers import Tokenizer
 
 SYSTEM = ("system", "Be kind.")
@@ -63,25 +72,6 @@ def test_each_turn_sees_no_later_one(name: str, converter: Make, tokenizer: Toke
     assert supervised(outcome, tokenizer, 0) == supervised(first, tokenizer)
 
 
-def call(name: str, number: int, **arguments: Any) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    calls = [{"id": f"{name}:{number:03}", "type": "function", "function": function}]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
-
-
-RESULT = {"role": "tool", "content": "sun ny", "tool_call_id": "look:000"}
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "description": "looks", "parameters": {"type": "object"}},
-}
-TOOL_TALK = [
-    {"role": "user", "content": "Look!"},
-    call("look", 1000, city='Pa"ris\n', n=2),
-    RESULT,
-    call("lookk", 100, n=3),
-    RESULT,
-    {"role": "assistant", "content": "Sunny."},
-]
 DEEPSEEK_CALL = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"

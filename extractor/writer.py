@@ -19,15 +19,9 @@ import torch
 from extractor.errors import RunError
 from extractor.journal import Journal
 from extractor.layout import Plane
+from extractor.layouts import Layout
 from extractor.records import Reject, Sample
-from extractor.store import (
-    Blob,
-    Written,
-    native_metadata,
-    safetensors_header,
-    sample_path,
-    write_whole,
-)
+from extractor.store import Written, write_whole
 from extractor.transfer import HostRing, StagedBatch
 
 logger = logging.getLogger(__name__)
@@ -57,8 +51,7 @@ class Writer:
         output: the folder.
         journal: this writer's own.
         ring: where the batches' buffers go back to.
-        model: the model's name, for the files' metadata.
-        states: the states' names, likewise.
+        layout: where a sample's file lies and what is in it.
         threads: how many files are written at a time.
         sync: force each file to disk before its name appears.
     """
@@ -69,14 +62,13 @@ class Writer:
         journal: Journal,
         ring: HostRing,
         *,
-        model: str,
-        states: str,
+        layout: Layout,
         threads: int,
         sync: bool = False,
         write_file: WriteFile = write_whole,
     ) -> None:
         self._output, self._journal, self._ring = output, journal, ring
-        self._model, self._states, self._sync = model, states, sync
+        self._layout, self._sync = layout, sync
         self._write_file = write_file
         self.progress = Progress()
         self.rejects: list[Reject] = []
@@ -155,14 +147,9 @@ class Writer:
             self._reject(staged, sequence, *bad)
             return
         begun = time.perf_counter()
-        tensors = {
-            "input_ids": Blob.of(sample.input_ids),
-            **{plane.key: staged.blob(plane, sequence) for plane in staged.planes},
-            "loss_mask": Blob.of(sample.loss_mask),  # bytes last: the rest stays aligned
-        }
-        metadata = native_metadata(sample, self._model, self._states)
-        parts = [safetensors_header(tensors, metadata), *(blob.data for blob in tensors.values())]
-        path = self._output / sample_path(sample.row, sample.turn)
+        tensors = {plane.key: staged.blob(plane, sequence) for plane in staged.planes}
+        parts = self._layout.parts(sample, tensors)
+        path = self._output / self._layout.path(sample.row, sample.turn)
         written = self._write_file(path, parts, self._sync)
         self._journal.finished(sample, written)
         self._count(sample, written, time.perf_counter() - begun)

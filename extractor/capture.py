@@ -37,16 +37,13 @@ class Capture:
     def __init__(self, backbone: nn.Module, states: States) -> None:
         if not supports_capture(backbone):
             raise UsageError(f"{type(backbone).__name__} has no capture marks")
-        self._states = states
+        self._states, self._backbone = states, backbone
         layers: Sequence[nn.Module] = backbone.layers  # pyright: ignore[reportAssignmentType]
+        self._layers = layers
         last = states.num_layers - 1
         assert len(layers) == states.num_layers, (len(layers), states.num_layers)
-        # Mark i is the stream at the input of layer i: the output of layer i-1.
         self._marked = sorted(k for k in states.layers if k != last)
-        backbone.layers_to_capture = [k + 1 for k in self._marked]  # pyright: ignore
-        for index, layer in enumerate(layers):
-            # Qwen's MoE kin read the mark on the layer instead of the list.
-            layer._is_layer_to_capture = index - 1 in self._marked  # pyright: ignore
+        self._mark(self._marked)
         self._seen: dict[str, torch.Tensor] = {}
         self._handles = [backbone.register_forward_hook(self._on_backbone)]
         if EMBED in states.names:
@@ -71,8 +68,17 @@ class Capture:
         return {name: seen[name] for name in self._states.names}
 
     def remove(self) -> None:
+        """Take hooks and marks away: the backbone is as it was."""
         for handle in self._handles:
             handle.remove()
+        self._mark([])
+
+    def _mark(self, layers: list[int]) -> None:
+        # Mark i is the stream at the input of layer i: the output of layer i-1.
+        self._backbone.layers_to_capture = [k + 1 for k in layers]  # pyright: ignore
+        for index, layer in enumerate(self._layers):
+            # Qwen's MoE kin read the mark on the layer instead of the list.
+            layer._is_layer_to_capture = index - 1 in layers  # pyright: ignore
 
     def _on_first_layer(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._first_forward.bind(*args, **kwargs).arguments

@@ -1,0 +1,332 @@
+"""Rows to a prepared store beside the output, or the store that is already there.
+
+Nothing is left on disk unless the whole input is good, or its bad rows were allowed for: the store
+is written under a temporary name, next to the output as long as that does not exist, and renamed.
+"""
+
+import os
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from extractor.config import DataConfig
+from extractor.data import digest as identity
+from extractor.data.choose import selected
+from extractor.data.read import Source, open_sources
+from extractor.data.rows import FILTERS, Refusal
+from extractor.data.sample import Converter, Rules
+from extractor.data.store import INFO, PreparedStore, StoreWriter
+from extractor.data.tokenizer import load_converter, load_rules
+from extractor.data.work import outcomes
+from extractor.errors import RunError, UsageError
+from extractor.model import ModelSpec
+
+RULES_VERSION = "1"  # goes up when the same row may get other ids or another mask
+FOLDER = "prepared"
+TEMPORARY = ".preparing-"
+SHOWN = 20
+
+Report = Callable[[str], None]
+Progress = Callable[[int, int | None], None]
+
+
+def prepare(
+    config: DataConfig, model: ModelSpec, report: Report, progress: Progress | None = None
+) -> PreparedStore:
+    """Read, render, tokenize and mask every row, or open the store kept beside the output when its
+    key matches.
+
+    Args:
+        report: takes lines for a person.
+        progress: takes (rows done, rows in all or None).
+
+    Raises:
+        UsageError: flags or input that cannot be used; nothing is left on disk. With --bad-rows
+            fail it names every bad row (the first 20, and how many more). Also when there are no
+            rows, or not one became a sample.
+        RunError: the disk failed, or a worker process died.
+    """
+    check(config, model)
+    sources = open_sources(config.data)
+    rules = load_rules(config, model)
+    kept = stores_in(config.output)
+    try:
+        inputs = identity.with_digests(
+            [file for source in sources for file in source.files],
+            [facts for store in kept for facts in store.inputs],
+        )
+    except OSError as error:
+        raise UsageError(f"--data {error.filename}: {error.strerror}") from error
+    parts = digest_parts(config, model, rules, inputs)
+    key = identity.combined(parts)
+    for store in kept:
+        if store.digest == key:
+            report(f"using the {len(store):,} samples prepared earlier in {store.path}")
+            _refuse_bad_rows(config, _Tally.of(store))
+            return store
+    _refuse_other_run(config.output, kept, parts)
+    converter = load_converter(rules)
+    with _temporary_folder(config.output) as folder:
+        tally = _fill(folder, config, sources, converter, inputs, (key, parts), progress)
+        _refuse_bad_rows(config, tally)
+        return _publish(folder, config.output / FOLDER / key[:16], report)
+
+
+def check(config: DataConfig, model: ModelSpec) -> None:
+    """Raises UsageError for flags that no input could satisfy."""
+    for name in ("max_length", "limit", "workers"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: wanted 1 or more")
+    for name in ("min_length", "min_supervised"):
+        if getattr(config, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')}: wanted 0 or more")
+    if config.shuffle_seed is not None and config.limit is None:
+        raise UsageError("--shuffle-seed chooses the rows of --limit: give --limit too")
+    if config.max_length is not None and config.max_length > model.context_length:
+        raise UsageError(
+            f"--max-length {config.max_length}: "
+            f"the model's context is {model.context_length} tokens"
+        )
+    if config.max_length is not None and config.min_length > config.max_length:
+        raise UsageError(
+            f"--min-length {config.min_length} is more than --max-length {config.max_length}"
+        )
+    if config.output.exists() and not config.output.is_dir():
+        raise UsageError(f"--output {config.output}: is a file, not a folder")
+
+
+def digest_parts(
+    config: DataConfig, model: ModelSpec, rules: Rules, inputs: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """What decides ids and masks, by the name that a refusal would call it."""
+    files = [f"{Path(facts['path']).suffix}:{facts['digest']}" for facts in inputs]
+    templates = "\n".join(f"{name}:{text}" for name, text in sorted(rules.templates.items()))
+    return {
+        "input rows": identity.text_digest("\n".join(files)),
+        "limit": str(config.limit),
+        "shuffle_seed": str(config.shuffle_seed),
+        "tokenizer": identity.tokenizer_digest(model.path),
+        "chat template": identity.text_digest(templates),
+        "template arguments": " ".join(sorted(config.template_arg)),
+        "supervise": config.supervise,
+        "turns": config.turns,
+        "max_length": str(config.max_length),
+        "overlong": config.overlong if config.max_length is not None else "-",
+        "min_length": str(config.min_length),
+        "min_supervised": str(config.min_supervised),
+        "vocab_size": str(model.vocab_size),
+        "context_length": str(model.context_length),
+        "rules": RULES_VERSION,
+    }
+
+
+def stores_in(output: Path) -> list[PreparedStore]:
+    """The whole stores beside an output, in name order."""
+    found: list[PreparedStore] = []
+    for info in sorted((output / FOLDER).glob(f"*/{INFO}")):
+        if info.parent.name.startswith(TEMPORARY):
+            continue
+        try:
+            found.append(PreparedStore.open(info.parent))
+        except RunError:  # of another version, or damaged: as good as not there
+            continue
+    return found
+
+
+def _refuse_other_run(
+    output: Path, kept: Sequence[PreparedStore], parts: Mapping[str, str]
+) -> None:
+    """A folder with a run in it is not given the rows of another run."""
+    if not kept or not (output / "run.json").exists():
+        return
+    changes = min((changed_parts(store.parts, parts) for store in kept), key=len)
+    raise UsageError(
+        f"--output {output}: holds a run of other samples; what changed: {', '.join(changes)}"
+    )
+
+
+def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """What differs between two digests' parts, for a message."""
+    names = [*before, *(name for name in after if name not in before)]
+    return [
+        f"{name} ({before.get(name, 'absent')} -> {after.get(name, 'absent')})"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+
+
+class _Tally:
+    """Bad rows: the first few, and how many."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.samples = 0
+        self.bad = 0
+        self.shown: list[str] = []
+        self.reasons: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, store: PreparedStore) -> "_Tally":
+        tally = cls()
+        tally.rows, tally.samples = store.num_rows, len(store)
+        for reject in store.rejects:
+            tally.add(reject.source, reject.id, reject.turn, reject.reason, reject.detail)
+        return tally
+
+    def add(self, source: str, row_id: str, turn: int, reason: str, detail: str) -> None:
+        self.reasons[reason] += 1
+        if reason in FILTERS:
+            return
+        self.bad += 1
+        if self.bad <= SHOWN:
+            which = f", turn {turn}" if turn else ""
+            self.shown.append(f"  {source}: id {row_id}{which}: {reason}: {detail}")
+
+    def count(self, refusal: Refusal) -> None:
+        source = f"{refusal.file}:{refusal.line}"
+        self.add(source, refusal.id, refusal.turn, refusal.reason, refusal.detail)
+
+
+def _refuse_bad_rows(config: DataConfig, tally: _Tally) -> None:
+    """Raises UsageError for bad rows that were not allowed for, and when there is no sample."""
+    if config.bad_rows == "fail" and tally.bad:
+        more = [f"  ... and {tally.bad - SHOWN:,} more"] if tally.bad > SHOWN else []
+        raise UsageError(
+            "\n".join(
+                [
+                    f"{tally.bad:,} bad among {tally.rows:,} rows "
+                    "(--bad-rows skip goes on without them):",
+                    *tally.shown,
+                    *more,
+                ]
+            )
+        )
+    if not tally.rows:
+        raise UsageError(f"--data {' '.join(config.data)}: no rows")
+    if not tally.samples:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in tally.reasons.most_common())
+        raise UsageError(
+            "\n".join([f"not one of {tally.rows:,} rows can be used: {counts}", *tally.shown])
+        )
+
+
+def _fill(
+    folder: Path,
+    config: DataConfig,
+    sources: Sequence[Source],
+    converter: Converter,
+    inputs: Any,
+    identified: tuple[str, Mapping[str, str]],
+    progress: Progress | None,
+) -> _Tally:
+    """Convert every row into the folder's files."""
+    total = _expected_rows(config, sources, inputs)
+    workers = config.workers or len(os.sched_getaffinity(0))
+    writer = StoreWriter(folder)
+    tally = _Tally()
+    try:
+        rows = selected(sources, config.limit, config.shuffle_seed)
+        for outcome in outcomes(rows, converter, workers):
+            for piece in outcome.pieces:
+                writer.add(piece)
+            for refusal in outcome.refusals:
+                writer.refuse(refusal)
+                tally.count(refusal)
+            tally.rows += outcome.rows
+            if progress is not None:
+                progress(tally.rows, None if total is None else max(total, tally.rows))
+        tally.samples = writer.samples
+        writer.close(tally.rows, *identified, inputs)
+    except OSError as error:
+        raise RunError(f"{error.filename or folder}: {error.strerror or error}") from error
+    finally:
+        writer.abandon()
+    return tally
+
+
+def _expected_rows(config: DataConfig, sources: Sequence[Source], inputs: Any) -> int | None:
+    """How many rows there will be, or None; lines are counted as rows here."""
+    newlines = {facts["path"]: facts["newlines"] for facts in inputs}
+    total = 0
+    for source in sources:
+        count = source.count()
+        if count is None and source.files[0].suffix in (".jsonl", ".ndjson"):
+            count = newlines[str(source.files[0].resolve())]
+        if count is None:
+            return config.limit
+        total += count
+    return total if config.limit is None else min(total, config.limit)
+
+
+@contextmanager
+def _temporary_folder(output: Path) -> Iterator[Path]:
+    """A folder on the output's file system that is removed at the end, with every folder made for
+    it, unless it was renamed. Raises UsageError when it cannot be made."""
+    output = output.expanduser().absolute()
+    place = output / FOLDER if output.is_dir() else next(p for p in output.parents if p.is_dir())
+    name = output.name if not output.is_dir() else ""
+    made = not place.exists()
+    try:
+        place.mkdir(exist_ok=True)
+        _remove_leftovers(place, f".{name}{TEMPORARY}" if name else TEMPORARY)
+        folder = place / (f".{name}{TEMPORARY}" if name else TEMPORARY).__add__(
+            f"{socket.gethostname()}-{os.getpid()}"
+        )
+        folder.mkdir()
+    except OSError as error:
+        raise UsageError(f"--output {output}: cannot be written: {error.strerror}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if made and not any(place.iterdir()):
+            place.rmdir()
+
+
+def _remove_leftovers(place: Path, prefix: str) -> None:
+    """Folders of processes of this machine that were killed."""
+    mine = f"{prefix}{socket.gethostname()}-"
+    for folder in place.glob(f"{mine}*"):
+        pid = folder.name.removeprefix(mine)
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(folder: Path, target: Path, report: Report) -> PreparedStore:
+    """Rename the whole store into place; where another job was faster, its store is the same."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (target / INFO).exists():
+            shutil.rmtree(folder)
+        else:
+            shutil.rmtree(target, ignore_errors=True)
+            folder.rename(target)
+    except OSError as error:
+        if not (target / INFO).exists():
+            raise UsageError(f"--output {target}: cannot be written: {error.strerror}") from error
+    store = PreparedStore.open(target)
+    report(describe(store))
+    return store
+
+
+def describe(store: PreparedStore) -> str:
+    """One line: rows read, samples, tokens, and what was rejected and why."""
+    counts = store.summary()
+    text = (
+        f"{counts['rows']:,} rows read = {counts['rows_sampled']:,} used + "
+        f"{counts['rows_rejected']:,} rejected; {counts['samples']:,} samples, "
+        f"{counts['tokens']:,} tokens, {counts['supervised']:,} supervised"
+    )
+    if counts["truncated"]:
+        text += f"; {counts['truncated']:,} truncated"
+    reasons = [
+        f"{count:,} {name.removeprefix('rejected.')}"
+        for name, count in counts.items()
+        if name.startswith("rejected.")
+    ]
+    return text + (f"; rejected: {', '.join(reasons)}" if reasons else "")

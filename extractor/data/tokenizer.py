@@ -1,0 +1,96 @@
+"""The model's tokenizer and chat template, as the plain values that worker processes need."""
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from extractor.config import DataConfig, key_value
+from extractor.data.encode import FastEncoder
+from extractor.data.render import RESERVED, parse_argument
+from extractor.data.rows import Limits
+from extractor.data.sample import Converter, Rules
+from extractor.errors import UsageError
+from extractor.model import ModelSpec
+
+# Joined and split by tokenizers in different ways: both of ours must agree on it.
+PROBE = "Hello  wörld!\n\n  don't 12345 東京 🙂\tx"
+
+
+def load_rules(config: DataConfig, model: ModelSpec) -> Rules:
+    """Raises UsageError for a tokenizer or a template that cannot be read."""
+    arguments = template_arguments(config)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # OSError, ValueError, and whatever a tokenizer's own code raises
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"--model {model.path}: the tokenizer cannot be loaded: {first}"
+        ) from error
+    templates = _templates(tokenizer, config.chat_template)
+    added = tokenizer.added_tokens_decoder.values()
+    special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    return Rules(
+        tokenizer=_serialized(tokenizer),
+        tokenizer_path=str(model.path),
+        trust_remote_code=config.trust_remote_code,
+        templates=templates,
+        variables={**tokenizer.special_tokens_map, **arguments},
+        special_tokens=tuple(sorted(special or {str(token) for token in added})),
+        eos=tokenizer.eos_token,
+        supervise=config.supervise,
+        turns=config.turns,
+        limits=Limits(
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            max_length=config.max_length,
+            overlong=config.overlong,
+            min_length=config.min_length,
+            min_supervised=config.min_supervised,
+        ),
+    )
+
+
+def load_converter(rules: Rules) -> Converter:
+    """Raises UsageError for a template that is no Jinja."""
+    try:
+        return Converter(rules)
+    except TemplateSyntaxError as error:
+        raise UsageError(f"the chat template, line {error.lineno}: {error.message}") from error
+
+
+def template_arguments(config: DataConfig) -> dict[str, Any]:
+    """--template-arg as values. Raises UsageError."""
+    arguments: dict[str, Any] = {}
+    for item in config.template_arg:
+        key, _, _ = item.partition("=")
+        _, value = key_value(item, "--template-arg")
+        if key in RESERVED:
+            raise UsageError(f"--template-arg {item}: {key} comes from the row")
+        arguments[key.strip()] = parse_argument(value)
+    return arguments
+
+
+def _templates(tokenizer: Any, file: Path | None) -> dict[str, str]:
+    if file is not None:
+        try:
+            return {"default": file.expanduser().read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat-template {file}: {error}") from error
+    own = tokenizer.chat_template
+    if isinstance(own, dict):
+        return {str(name): str(text) for name, text in own.items()}
+    return {"default": own} if own else {}
+
+
+def _serialized(tokenizer: Any) -> str | None:
+    """The tokenizer for the fast library, if that alone gives the ids that the tokenizer gives."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    serialized: str = tokenizer.backend_tokenizer.to_str()
+    ours = FastEncoder(serialized).encode([PROBE])[0].ids.tolist()
+    theirs = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    return serialized if ours == theirs else None

@@ -1,0 +1,80 @@
+"""Run under torchrun: one engine, several choices of layers, every state judged by transformers.
+
+    torchrun --nproc-per-node TP -m tests.support.parity_worker MODEL DEVICE SPECS_JSON [KEY=VALUE ...]
+
+Prints a line "PARITY {...}" for each choice. A last sample is longer than the token budget.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from extractor.engine import sglang as engine
+from extractor.model import ModelSpec
+from extractor.records import Batch
+from extractor.states import States
+from extractor.topology import Place, World
+
+LENGTHS = (21, 65, 1, 2)
+BUDGET = 128
+LONG = 3 * BUDGET + 7
+
+
+def main() -> None:
+    model, device_name, specs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    sglang_args = dict(item.split("=", 1) for item in sys.argv[4:])
+    place = Place.from_environment(None)
+    device = engine.choose_device(device_name, place)
+    engine.prepare_process(device, place)
+    world = World(place)
+    spec = ModelSpec.read(model)
+    engine.check_model(spec, place)
+    world.join_replica(device)
+    options = engine.EngineOptions(
+        device=device,
+        max_tokens=BUDGET,
+        max_sequences=8,
+        longest=LONG,
+        sglang_args=sglang_args,
+    )
+    first = States.resolve(specs[0], True, spec.num_layers)
+    runner = engine.SGLangEngine(spec, first, place, options)
+    # Ids of ordinary text, so that real weights see what they know.
+    text = Path(__file__).with_name("prose.txt").read_text()
+    ids = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False).input_ids
+    pool = torch.tensor(ids[: sum(LENGTHS) + LONG])
+    batch = Batch(0, LENGTHS, pool[: sum(LENGTHS)])
+    long = Batch(1, (LONG,), pool[sum(LENGTHS) :])
+    reference = None
+    if place.rank == 0:
+        from tests.support.reference import Reference
+
+        reference = Reference(Path(model), str(device))
+    for text in specs:
+        states = States.resolve(text, True, spec.num_layers)
+        runner.mark(states)
+        results = []
+        for each in (batch, long):
+            captured = runner.forward(each)
+            assert tuple(captured.states) == states.names
+            again = runner.forward(each)
+            equal = all(
+                torch.equal(captured.states[name], again.states[name]) for name in states.names
+            )
+            if reference is None:
+                continue
+            for begin, end in zip(each.offsets, each.offsets[1:], strict=False):
+                part = {name: state[begin:end] for name, state in captured.states.items()}
+                judged = reference.judge(each.input_ids[begin:end], part)
+                results += [{**asdict(j), "good": j.good, "repeats": equal} for j in judged]
+        if reference is not None:
+            print("PARITY", json.dumps({"layers": text, "results": results}), flush=True)
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""transformers as the reference for states, and the one place that says what is close enough.
+
+A stored state is compared with transformers' float32 states of the same ids, all of them: embedding,
+every decoder layer's output, after the final norm. Two rules:
+
+1. identity: of all reference states, and of the named one moved by a row either way, the nearest is
+   the one that the name says;
+2. size: the median over tokens of the relative error is at most 1.5 times that of transformers' own
+   bfloat16 run (never below FLOOR, since at the first layers that noise is next to nothing), and the
+   whole sample's is below WHOLE.
+
+Medians, because single tokens with massive activations are off by a fifth in both programs. For the
+same reason a sample of fewer than FEW tokens is held to identity and SHORT alone: it has no median.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+FACTOR, FLOOR, WHOLE = 1.5, 0.004, 0.04
+FEW, SHORT = 8, 0.2
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One state of one sample.
+
+    Attributes:
+        nearest: name of the nearest reference state, or "row-1", "row+1" for a moved one.
+        median, whole: relative error against float32: median over tokens, and of the whole sample.
+        noise, noise_whole: the same two of transformers' own bfloat16 run.
+    """
+
+    name: str
+    tokens: int
+    nearest: str
+    median: float
+    whole: float
+    noise: float
+    noise_whole: float
+
+    @property
+    def good(self) -> bool:
+        if self.tokens < FEW:
+            return self.nearest == self.name and self.whole <= SHORT
+        median_good = self.median <= max(FACTOR * self.noise, FLOOR)
+        whole_good = self.whole <= max(WHOLE, FACTOR * self.noise_whole)
+        return self.nearest == self.name and median_good and whole_good
+
+
+class Reference:
+    """The states of one checkpoint by transformers, in float32 and in bfloat16."""
+
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self._path, self._device = path, device
+
+    @cached_property
+    def _exact(self) -> torch.nn.Module:
+        return self._load(torch.float32)
+
+    @cached_property
+    def _rounded(self) -> torch.nn.Module:
+        return self._load(torch.bfloat16)
+
+    def _load(self, dtype: torch.dtype) -> torch.nn.Module:
+        model = AutoModelForCausalLM.from_pretrained(self._path, dtype=dtype)
+        return model.eval().to(self._device)
+
+    def states(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
+        """embed, 0 .. n-1 and final for ids [T]: float32 [T, H] each."""
+        model = self._exact if dtype == torch.float32 else self._rounded
+        outputs: list[torch.Tensor] = []
+        inner = getattr(model.model, "language_model", model.model)
+        hooks = [
+            layer.register_forward_hook(
+                lambda _m, _a, out: outputs.append(out[0] if isinstance(out, tuple) else out)
+            )
+            for layer in inner.layers
+        ]
+        with torch.no_grad():
+            result = model(ids.unsqueeze(0).to(self._device), output_hidden_states=True)
+        for hook in hooks:
+            hook.remove()
+        width = outputs[0].shape[-1]
+        named = {str(i): out.reshape(-1, width) for i, out in enumerate(outputs)}
+        named["embed"] = result.hidden_states[0][0]
+        named["final"] = result.hidden_states[-1][0]
+        return {name: state.float().cpu() for name, state in named.items()}
+
+    def judge(self, ids: torch.Tensor, states: Tensors) -> list[Judgement]:
+        exact = self.states(ids)
+        rounded = self.states(ids, torch.bfloat16)
+        return [_judge(name, state.float().cpu(), exact, rounded) for name, state in states.items()]
+
+
+def _judge(name: str, state: torch.Tensor, exact: Tensors, rounded: Tensors) -> Judgement:
+    want = exact[name]
+    assert state.shape == want.shape, (name, state.shape, want.shape)
+    candidates = dict(exact)
+    if len(want) > 2:
+        candidates["row-1"], candidates["row+1"] = want.roll(1, 0), want.roll(-1, 0)
+    distances = {key: relative(state, value) for key, value in candidates.items()}
+    return Judgement(
+        name=name,
+        tokens=len(want),
+        nearest=min(distances, key=lambda key: distances[key]),
+        median=median(state, want),
+        whole=distances[name],
+        noise=median(rounded[name], want),
+        noise_whole=relative(rounded[name], want),
+    )
+
+
+def relative(state: torch.Tensor, want: torch.Tensor) -> float:
+    return float((state - want).norm() / want.norm())
+
+
+def median(state: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((state - want).norm(dim=-1) / want.norm(dim=-1)).median())

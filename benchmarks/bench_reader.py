@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from extractor.dataset import HiddenStates, LengthBatchSampler, Pad
 from extractor.records import Sample
-from tests.support.folders import make_layout, write_folder
+from tests.support.written import make_layout, write_folder
 
 HIDDEN, STATES, ROUNDS = 4096, 4, 5
 JOINED = {"aux": ("1", "3", "4"), "target": ("final",)}

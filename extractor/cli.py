@@ -1,10 +1,12 @@
 """Verbs of `extractor` and `python -m extractor`, and how a run's end becomes an exit code."""
 
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from extractor.errors import RunError, UsageError
+from extractor.errors import PeerError, RunError, UsageError
+from extractor.signals import Stopped, StopSignals
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_REJECTS, EXIT_AGAIN = 0, 1, 2, 3, 75
 
@@ -24,21 +26,43 @@ def main(argv: Sequence[str] | None = None) -> None:
         _help()
         sys.exit(EXIT_OK if verb in ("--help", "-h", "help") else EXIT_USAGE)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    sys.exit(outcome(lambda: _run(verb, arguments[1:])))
+
+
+def outcome(verb: Callable[[], int]) -> int:
+    """Run it, and turn its end into an exit code. torchrun is told of what went wrong in a run."""
     try:
-        code = _run(verb, arguments[1:])
+        return verb()
     except UsageError as error:
-        code = _complain(str(error), EXIT_USAGE)
+        return _complain(str(error), EXIT_USAGE)
+    except Stopped:
+        return EXIT_AGAIN
+    except PeerError as error:
+        _tell_torchrun(error)
+        return _complain(str(error), EXIT_FAILED) if error.elsewhere else EXIT_FAILED
     except RunError as error:
-        code = _complain(str(error), EXIT_FAILED)
-    sys.exit(code)
+        _tell_torchrun(error)
+        return _complain(str(error), EXIT_FAILED)
+    except Exception as error:
+        _tell_torchrun(error)
+        raise
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from extractor.topology import record_error  # noqa: PLC0415
+
+        record_error(error)
 
 
 def _run(verb: str, arguments: list[str]) -> int:
     # Each verb imports what it needs and no more, so that --help answers at once.
     if verb == "extract":
-        from extractor.pipeline import extract  # noqa: PLC0415
+        stop = StopSignals()  # before the imports, which take a while
+        with stop.interrupting():
+            from extractor.pipeline import extract  # noqa: PLC0415
 
-        return extract(arguments)
+        return extract(arguments, stop=stop)
     if verb == "prepare":
         from extractor.prepare import prepare  # noqa: PLC0415
 

@@ -91,6 +91,9 @@ class ExtractConfig(DataConfig):
     layer's state or the final one where its reader wants it (docs/formats.md)."""
     durability: Literal["none", "file", "group"] = "none"
     """When files are forced to disk: left to the system, each one, or a batch at a time."""
+    stuck_after: float = 40.0
+    """Seconds that one batch may take in the model before the run ends as stuck; the first may take
+    ten minutes, and each 20 times what the slowest so far took a token; 0: as long as it likes."""
     writers: int | None = None
     """Writer threads; default: from the CPU cores."""
     host_memory: float | None = None
@@ -120,6 +123,8 @@ class ExtractConfig(DataConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: wanted 1 or more")
+        if self.stuck_after < 0:
+            raise UsageError(f"--stuck-after {self.stuck_after}: wanted seconds, or 0 for no limit")
         if self.host_memory is not None and self.host_memory <= 0:
             raise UsageError(f"--host-memory {self.host_memory}: wanted GiB above 0")
         _ = self.shard_index, self.sglang_args

@@ -1,4 +1,4 @@
-"""The two ways in which a run ends that are somebody's to mend."""
+"""The ways in which a run ends that are somebody's to mend."""
 
 
 class UsageError(ValueError):
@@ -7,3 +7,20 @@ class UsageError(ValueError):
 
 class RunError(RuntimeError):
     """A run that had begun cannot go on (a full disk, a broken store). One line; exit code 1."""
+
+
+class PeerError(RunError):
+    """Another rank's RunError, heard here. That rank shows it; this one does so only when the other
+    is elsewhere, on another machine, whose output a person may not see."""
+
+    def __init__(self, text: str, *, elsewhere: bool) -> None:
+        super().__init__(text)
+        self.elsewhere = elsewhere
+
+
+def disk_error(error: OSError) -> RunError:
+    """One line with the path and the errno, for what the operating system refused."""
+    return RunError(
+        f"cannot write {error.filename}: {error.strerror} (errno {error.errno}); everything "
+        "finished so far is whole: mend that and run the same command again"
+    )

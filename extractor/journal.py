@@ -6,10 +6,13 @@ written again. Several journals may name the same sample (a folder that was repa
 of any of them that matches the file on disk counts.
 """
 
+import errno
+import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from extractor.errors import RunError
 from extractor.records import Reject, Sample
-from extractor.store import Written, sample_path, write_json, write_whole
+from extractor.store import Written, json_line, sample_path, write_json, write_whole
 
 JOURNAL = "journal"
 REJECTS = "rejects.jsonl"
 RUN = "run.json"
+LAST_WRITER_SECONDS = 120.0  # longer than an NFS server keeps the locks of a client that is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +44,28 @@ class Entry:
 
 
 class Journal:
-    """One writer's journal, open for appending. Thread-safe."""
+    """One writer's journal, open for appending, and this process's alone while it is. Thread-safe.
+
+    Args:
+        path: of the file; made if missing, a cut last line dropped.
+        sync: force lines to disk before the call that appends them returns.
+    """
 
     def __init__(self, path: Path, sync: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._path, self._sync = path, sync
         self._descriptor = os.open(path, flags, 0o644)
         self._lock = threading.Lock()
+        self._broken: OSError | None = None
+        _wait_for_last_writer(self._descriptor, path)
+        _drop_cut_line(self._descriptor)
 
     def finished(self, sample: Sample, written: Written) -> None:
+        self.finished_together([(sample, written)])
+
+    def finished_together(self, items: Sequence[tuple[Sample, Written]]) -> None:
+        """A line each, in one write and one wait for the disk."""
         self._append(
             {
                 "row": sample.row,
@@ -59,47 +75,72 @@ class Journal:
                 "bytes": written.size,
                 "xxh3": written.xxh3,
             }
+            for sample, written in items
         )
 
     def rejected(self, reject: Reject) -> None:
-        self._append({"row": reject.row, "turn": reject.turn, "reject": reject_line(reject)})
+        self._append([{"row": reject.row, "turn": reject.turn, "reject": reject_line(reject)}])
 
-    def _append(self, line: dict[str, Any]) -> None:
-        data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+    def _append(self, lines: Iterable[dict[str, Any]]) -> None:
+        data = b"".join(map(json_line, lines))
+        if not data:
+            return
         with self._lock:
+            if self._broken is not None:
+                raise self._broken
             try:
-                written = os.write(self._descriptor, data)
-                if written != len(data):  # a disk that fills up takes a part of the line
-                    os.write(self._descriptor, data[written:])
+                rest = memoryview(data)
+                while rest:  # a disk that fills up takes a part of the line
+                    rest = rest[os.write(self._descriptor, rest) :]
+                if self._sync:
+                    os.fsync(self._descriptor)
             except OSError as error:
-                error.filename = error.filename or str(self._path)
+                # No line may follow half a line: the two would read as one.
+                error.filename = str(self._path)
+                self._broken = error
                 raise
-            if self._sync:
-                os.fsync(self._descriptor)
 
     def close(self) -> None:
+        """Force what was appended to disk. Raises OSError with the file's name."""
         with self._lock:
-            os.fsync(self._descriptor)
-            os.close(self._descriptor)
+            try:
+                os.fsync(self._descriptor)
+            except OSError as error:
+                error.filename = str(self._path)
+                raise
+            finally:
+                os.close(self._descriptor)
 
 
-def _drop_cut_line(path: Path) -> None:
-    """A line without its newline was being written when the power went: its sample is not done."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with path.open("rb+") as handle:
-        handle.seek(-1, os.SEEK_END)
-        if handle.read(1) == b"\n":
+def _wait_for_last_writer(descriptor: int, path: Path) -> None:
+    """A run that was killed may have a writer left that lives for a moment longer than its rank 0:
+    two must not append to one file. Raises RunError when it does not go."""
+    end = time.monotonic() + LAST_WRITER_SECONDS
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        size = handle.seek(0, os.SEEK_END)
-        keep, block = 0, 1 << 16
-        for begin in range(size - size % block, -1, -block):
-            handle.seek(begin)
-            at = handle.read(min(block, size - begin)).rfind(b"\n")
-            if at >= 0:
-                keep = begin + at + 1
-                break
-        handle.truncate(keep)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # a filesystem without locks, of which the folder's own lock has warned
+        if time.monotonic() > end:
+            raise RunError(f"{path}: a writer of an earlier run still holds it")
+        time.sleep(0.2)
+
+
+def _drop_cut_line(descriptor: int) -> None:
+    """A line without its newline was being written when the power went: its sample is not done."""
+    size = os.fstat(descriptor).st_size
+    end, block = size, 1 << 16
+    while end > 0:
+        begin = max(end - block, 0)
+        at = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if at >= 0:
+            end = begin + at + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(descriptor, end)
 
 
 def read_entries(output: Path, ends: dict[str, int] | None = None) -> Iterator[Entry]:
@@ -201,8 +242,7 @@ def _size(path: Path) -> int:
 def write_rejects(output: Path, rejects: Iterable[Reject]) -> None:
     """rejects.jsonl as a whole: those of the preparation and those of the journals."""
     ordered = sorted(rejects, key=lambda reject: (reject.row, reject.turn))
-    lines = [json.dumps(reject_line(item), ensure_ascii=False) for item in ordered]
-    data = "".join(line + "\n" for line in lines).encode()
+    data = b"".join(json_line(reject_line(item)) for item in ordered)
     write_whole(output / REJECTS, [data], sync=False)
 
 

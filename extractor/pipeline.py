@@ -9,11 +9,11 @@ import logging
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from extractor.config import ExtractConfig, invocation, parse
 from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
 from extractor.engine import sglang as engine_sglang
-from extractor.engine.base import Engine
-from extractor.errors import RunError, UsageError
+from extractor.engine.base import Backend, Engine, EngineOptions
+from extractor.errors import RunError, UsageError, disk_error
 from extractor.journal import (
     JOURNAL,
+    REJECTS,
     RUN,
     Done,
     Journal,
@@ -38,15 +39,23 @@ from extractor.journal import (
     write_run,
 )
 from extractor.layouts import LAYOUTS, Layout, Numbering
+from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.memory import Budget
 from extractor.model import ModelSpec
 from extractor.plan import Plan
 from extractor.progress import ProgressLine, say
 from extractor.records import Batch
-from extractor.signals import StopSignals
+from extractor.signals import Stopped, StopSignals
 from extractor.states import States
-from extractor.topology import Place, World
+from extractor.store import (
+    TEMPORARY,
+    refuse_links,
+    sweep_temporaries,
+    sweep_temporaries_of,
+)
+from extractor.topology import Place, World, record_error
 from extractor.transfer import HostRing, Stager
+from extractor.watch import Watch
 from extractor.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -102,9 +111,12 @@ class Lead:
     run: dict[str, Any]
     run_path: Path
     stages: dict[str, float]
+    lock: FolderLock
 
 
-def extract(argv: Sequence[str]) -> int:
+def extract(
+    argv: Sequence[str], backend: Backend = engine_sglang, stop: StopSignals | None = None
+) -> int:
     """The verb: returns the exit code, raises UsageError and RunError."""
     begun = time.perf_counter()
     first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -112,39 +124,120 @@ def extract(argv: Sequence[str]) -> int:
     with quiet:
         config = parse(ExtractConfig, argv, "extractor extract")
     config.check()
-    stop = StopSignals()
+    stop = stop or StopSignals()
     place = Place.from_environment(config.tp)
-    device = engine_sglang.choose_device(config.device, place)
-    engine_sglang.prepare_process(device, place, config.verbose)
-    world = World(place)
-    lead: Lead | None = None
+    with stop.interrupting():
+        device = backend.choose_device(config.device, place)
+        backend.prepare_process(device, place, config.verbose)
+        world = World(place)
+    watch = Watch(
+        world.board(),
+        place.rank,
+        place.world_size,
+        stop,
+        stuck_after=config.stuck_after,
+        record=record_error,
+    )
     if place.rank == 0:
-        try:
-            job, lead = _lead(config, place, device, begun)
-        except BaseException as error:
-            code = 2 if isinstance(error, UsageError | SystemExit) else 1
-            world.tell("job", asdict(Job(answer=code)))
-            raise
-        world.tell("job", asdict(job))
-    else:
-        job = Job(**world.hear("job", lambda: _give_up(stop)))
-    if job.answer is not None:
-        return job.answer
-    code = _work(config, place, world, device, job, lead, stop)
+        watch.last_words = partial(_mark_end, _run_path(config))
+    watch.start()
+    try:
+        code = _watched(config, place, world, device, backend, watch, begun)
+    except BaseException as error:
+        watch.fail(error)
+        if not isinstance(error, UsageError | SystemExit):
+            watch.last_words("failed", str(error))
+        raise
+    finally:
+        watch.close()
     world.leave()
     return code
 
 
-def _give_up(stop: StopSignals) -> None:
-    if stop.asked:
-        sys.exit(EXIT_AGAIN)
+def _watched(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    backend: Backend,
+    watch: Watch,
+    begun: float,
+) -> int:
+    try:
+        return _lead_and_work(config, place, world, device, backend, watch, begun)
+    except Stopped:
+        return _stop_early(place, watch)
+    except OSError as error:
+        raise disk_error(error) from error
+
+
+def _lead_and_work(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    backend: Backend,
+    watch: Watch,
+    begun: float,
+) -> int:
+    lead: Lead | None = None
+    with watch.stop.interrupting():
+        if place.rank == 0:
+            try:
+                job, lead = _lead(config, place, device, backend, begun)
+            except BaseException as error:
+                world.tell("job", asdict(Job(answer=_exit_code(error))))
+                raise
+            world.tell("job", asdict(job))
+        else:
+            job = Job(**world.hear("job", watch.check))
+    if job.answer is not None:
+        return job.answer
+    return _work(config, place, world, device, backend, job, lead, watch)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, Stopped):
+        return EXIT_AGAIN
+    return 2 if isinstance(error, UsageError | SystemExit) else 1
+
+
+def _stop_early(place: Place, watch: Watch) -> int:
+    """A signal came before there was anything to drain."""
+    watch.say_stopping()
+    if place.rank == 0:
+        watch.check_everyone_stops()
+        watch.last_words("stopped", "")
+        say(f"stopped by {watch.stop.asked} before the first batch: nothing is lost")
+    return EXIT_AGAIN
+
+
+def _run_path(config: ExtractConfig) -> Path:
+    index, count = config.shard_index
+    return config.output / (RUN if count == 1 else f"run-{index}-of-{count}.json")
+
+
+def _mark_end(path: Path, status: str, reason: str) -> None:
+    """run.json's last word from a run that cannot write its own: as well as it can be done.
+
+    A run stopped before it knew its fingerprint leaves one without, for whoever looks whether it is
+    to be started again."""
+    with contextlib.suppress(OSError, ValueError):
+        run = read_run(path)
+        if run is None and status != "stopped":
+            return
+        run = run or {"schema": 1, "fingerprint": "", "parts": {}}
+        run["status"] = status
+        if reason:
+            run["error"] = reason
+        write_run(path, run)
 
 
 # Rank 0: what is to be done -----------------------------------------------------------------------
 
 
 def _lead(
-    config: ExtractConfig, place: Place, device: torch.device, begun: float
+    config: ExtractConfig, place: Place, device: torch.device, backend: Backend, begun: float
 ) -> tuple[Job, Lead | None]:
     stages: dict[str, float] = {}
     spec = ModelSpec.read(config.model)
@@ -160,13 +253,21 @@ def _lead(
     if stored != asked.names:
         say(f"--layout {config.layout} stores these where --layers and --final name {asked}")
     index, count = config.shard_index
-    run_path = config.output / (RUN if count == 1 else f"run-{index}-of-{count}.json")
+    run_path = _run_path(config)
     before = check_output(config.output)
+    lock = FolderLock(config.output, say)
+    if count == 1:
+        lock.rows(0, ALL_ROWS)
     if before is None:
-        engine_sglang.check_model(spec, place)
+        backend.check_model(spec, place)
         stages["import"] = time.perf_counter() - begun
     mark = time.perf_counter()
-    store = _prepare(config, spec)
+    try:
+        with lock.alone("preparing the rows"):
+            store = _prepare(config, spec)
+    except UsageError:
+        lock.undo()
+        raise
     stages["prepare"] = time.perf_counter() - mark
     layout = _layout(config.layout, stored, spec, DTYPES[dtype], store)
     parts = fingerprint.parts(config, spec, layout, dtype, store.parts)
@@ -177,15 +278,22 @@ def _lead(
         )
     mark = time.perf_counter()
     selected = plan.shard(store.rows, store.lengths, index, count)
+    if count > 1 and len(selected):
+        lock.rows(int(store.rows[selected[0]]), int(store.rows[selected[-1]]) + 1)
     done = find_done(config.output, store.rows, store.turns, layout.path)
     finished = done.finished.copy()
     finished[list(done.rejected)] = True
     left = selected[~finished[selected]]
     _say_rest(store, selected, done, left)
-    lead = Lead(config, spec, layout, store, _no_plan(), done, selected, {}, run_path, stages)
+    if before is not None:
+        _sweep(config.output, layout, store, left)
+    lead = Lead(config, spec, layout, store, _no_plan(), done, selected, {}, run_path, stages, lock)
     lead.run = _describe(lead, place, device, parts, dtype)
     lead.run["started_from"] = int(done.finished.sum())
-    write_rejects(config.output, [*store.rejects, *done.rejected.values()])
+    sweep_temporaries_of(run_path)
+    with lock.alone("writing rejects.jsonl"):
+        sweep_temporaries_of(config.output / REJECTS)
+        write_rejects(config.output, [*store.rejects, *done.rejected.values()])
     if not len(left):
         return Job(answer=_finish(lead, "complete")), None
     budget = memory.choose(
@@ -204,7 +312,7 @@ def _lead(
         f"{budget.host_bytes / memory.GIB:.1f} GiB of states in host memory"
     )
     if before is not None:
-        engine_sglang.check_model(spec, place)
+        backend.check_model(spec, place)
     write_run(run_path, lead.run)
     job = Job(
         model=str(spec.path),
@@ -234,30 +342,39 @@ def _layout(
 def check_output(output: Path) -> dict[str, Any] | None:
     """What an earlier run wrote about itself there, or None for a new or empty folder.
 
-    Raises UsageError for a folder that is somebody else's, or that cannot be written."""
+    Raises UsageError for a folder that is somebody else's or holds links to other places."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"--output {output}: is a file; wanted a folder")
-    parent = output
-    while not parent.exists():
-        parent = parent.parent
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--output {output}: {parent} cannot be written by this user")
     if not output.exists():
         return None
+    refuse_links(output)
     names = {entry.name for entry in output.iterdir()}
     runs = sorted(name for name in names if name == RUN or name.startswith("run-"))
     try:
-        if runs:
-            return read_run(output / runs[0])
+        for before in (read_run(output / name) for name in runs):
+            if before is not None and before["fingerprint"]:
+                return before
     except ValueError as error:
         raise UsageError(f"--output {output}: {error}") from error
-    strangers = names - {PREPARED, "rejects.jsonl"}
+    strangers = names - {PREPARED, REJECTS, LOCK, *runs}
+    strangers = {name for name in strangers if not name.endswith(TEMPORARY)}
     if strangers:
         raise UsageError(
             f"--output {output}: holds {sorted(strangers)[0]!r} and no run.json, so it is not a "
             "folder of this program: choose a new one"
         )
     return None
+
+
+def _sweep(output: Path, layout: Layout, store: PreparedStore, left: np.ndarray) -> None:
+    """Remove the temporary files that killed writers left of samples that are still to be done."""
+    names: dict[Path, set[str]] = {}
+    for row, turn in zip(store.rows[left].tolist(), store.turns[left].tolist(), strict=True):
+        path = output / layout.path(row, turn)
+        names.setdefault(path.parent, set()).add(path.name)
+    count = sum(sweep_temporaries(folder, files) for folder, files in names.items())
+    if count:
+        say(f"removed {count:,} unfinished files of a run that was killed")
 
 
 def _prepare(config: ExtractConfig, spec: ModelSpec) -> PreparedStore:
@@ -351,10 +468,13 @@ def _git_commit() -> str:
 
 def _finish(lead: Lead, status: str) -> int:
     """Count what the folder holds now, write it down, say it, and return the exit code."""
-    done = find_done(lead.config.output, lead.store.rows, lead.store.turns, lead.layout.path)
+    with lead.lock.alone("writing rejects.jsonl"):
+        done = find_done(lead.config.output, lead.store.rows, lead.store.turns, lead.layout.path)
+        write_rejects(lead.config.output, [*lead.store.rejects, *done.rejected.values()])
     rejected = len(done.rejected)
-    write_rejects(lead.config.output, [*lead.store.rejects, *done.rejected.values()])
     written = int(done.finished[lead.selected].sum())
+    if status == "stopped" and written + rejected >= len(lead.selected):
+        status = "complete"  # the signal came with the last batch
     lead.run["status"] = status
     lead.run["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     lead.run["counts"] = {
@@ -386,56 +506,55 @@ def _work(
     place: Place,
     world: World,
     device: torch.device,
+    backend: Backend,
     job: Job,
     lead: Lead | None,
-    stop: StopSignals,
+    watch: Watch,
 ) -> int:
     budget = Budget(**job.budget)
     spec = lead.spec if lead else ModelSpec.read(job.model)
     states = States(tuple(job.states), spec.num_layers)
     mark = time.perf_counter()
-    world.join_replica(device)
-    engine = engine_sglang.SGLangEngine(
-        spec,
-        states,
-        place,
-        engine_sglang.EngineOptions(
-            device=device,
-            max_tokens=budget.max_tokens,
-            max_sequences=budget.max_sequences,
-            longest=budget.longest,
-            sglang_args=config.sglang_args,
-            trust_remote_code=config.trust_remote_code,
-            verbose=config.verbose,
-        ),
-    )
+    watch.stage = "load"
+    with watch.stop.interrupting():
+        world.join_replica(device)
+        engine = backend.build(
+            spec,
+            states,
+            place,
+            EngineOptions(
+                device=device,
+                max_tokens=budget.max_tokens,
+                max_sequences=budget.max_sequences,
+                longest=budget.longest,
+                sglang_args=config.sglang_args,
+                trust_remote_code=config.trust_remote_code,
+                verbose=config.verbose,
+            ),
+        )
+    watch.stage = "run"
     if lead:
         lead.stages["load"] = time.perf_counter() - mark
         lead.run["engine"] = engine.info.details
         write_run(lead.run_path, lead.run)
     if not place.is_writer:
-        follow(engine, world)
-        return _hear_answer(world, stop)
+        follow(engine, world, watch)
+        return int(world.hear("answer", watch.check))
     store = lead.store if lead else PreparedStore.open(Path(job.store))
     batches = lead.plan if lead else _read_plan(job.plan)
     mark = time.perf_counter()
     stopped, stats = _write_all(
-        config, place, world, device, job, spec, engine, store, batches, stop
+        config, place, world, device, job, spec, engine, store, batches, watch
     )
     world.tell(f"done/{place.replica}", {**stats, "stopped": stopped})
     if lead is None:
-        return _hear_answer(world, stop)
-    results = [world.hear(f"done/{r}", lambda: None) for r in range(place.replicas)]
+        return int(world.hear("answer", watch.check))
+    results = [world.hear(f"done/{r}", watch.check) for r in range(place.replicas)]
     lead.stages["run"] = time.perf_counter() - mark
     lead.run["replicas"] = results
     code = _finish(lead, "stopped" if any(r["stopped"] for r in results) else "complete")
     world.tell("answer", code)
     return code
-
-
-def _hear_answer(world: World, stop: StopSignals) -> int:
-    del stop  # rank 0 is draining too: its answer comes
-    return int(world.hear("answer", lambda: None))
 
 
 def _write_all(
@@ -448,7 +567,7 @@ def _write_all(
     engine: Engine,
     store: PreparedStore,
     batches: Plan,
-    stop: StopSignals,
+    watch: Watch,
 ) -> tuple[bool, dict[str, Any]]:
     """A writer's run: its replica's batches from the shared counter to files."""
     budget = Budget(**job.budget)
@@ -458,7 +577,7 @@ def _write_all(
     prefix = "" if count == 1 else f"s{index}of{count}-"
     journal = Journal(
         config.output / JOURNAL / f"{prefix}{place.replica:04d}.jsonl",
-        sync=config.durability == "file",
+        sync=config.durability != "none",
     )
     writer = Writer(
         config.output,
@@ -466,7 +585,8 @@ def _write_all(
         ring,
         layout=layout,
         threads=config.writers or min(8, max(len(os.sched_getaffinity(0)), 2)),
-        sync=config.durability == "file",
+        durability=config.durability,
+        landing=watch.step,
     )
     total = int(batches.tokens(store.lengths).sum())
     line = ProgressLine("extracting", total, "token", quiet=place.rank != 0)
@@ -490,7 +610,7 @@ def _write_all(
             ring,
             writer,
             waits,
-            stop,
+            watch,
             lambda: line.set(
                 writer.progress.tokens,
                 lambda: (
@@ -543,16 +663,23 @@ def pump(
     ring: HostRing,
     writer: Writer,
     waits: Waits,
-    stop: StopSignals,
+    watch: Watch,
     on_step: Callable[[], None],
 ) -> bool:
     """Batches through the model to the writer, until there are no more or a signal came.
 
     The host buffer is taken before the replica hears of a batch, so that when the disk is behind the
     other ranks wait here, in a CPU broadcast, and never in a collective on the GPU. Returns whether it
-    was stopped; raises the writer's error."""
-    stopped = False
+    was stopped; raises the writer's error, and PeerError when another rank has failed."""
+    stop, stopped = watch.stop, False
     clock = time.perf_counter
+
+    def check() -> None:
+        writer.check()
+        watch.check()
+        if stop.asked is not None:  # the batch that waits for a buffer has not begun
+            raise Stopped(stop.asked)
+
     try:
         while True:
             mark = clock()
@@ -562,11 +689,17 @@ def pump(
             if batch is None:
                 break
             mark = clock()
-            buffer = ring.acquire(stager.nbytes(batch.num_tokens), writer.check)
+            try:
+                buffer = ring.acquire(stager.nbytes(batch.num_tokens), check)
+            except Stopped:
+                stopped = True
+                break
             waits.disk += clock() - mark
             mark = clock()
-            world.share_batch(batch)
-            writer.submit(stager.stage(engine.forward(batch), buffer))
+            with watch.step("pass", str(batch), batch.num_tokens):
+                world.share_batch(batch)
+                captured = engine.forward(batch)
+            writer.submit(stager.stage(captured, buffer))
             waits.model += clock() - mark
             on_step()
         world.share_batch(None)
@@ -576,10 +709,11 @@ def pump(
     return stopped
 
 
-def follow(engine: Engine, world: World) -> None:
+def follow(engine: Engine, world: World, watch: Watch) -> None:
     """A rank that computes and does not write: the same batches, until the writer says no more."""
     while (batch := world.share_batch(None)) is not None:
-        engine.forward(batch)
+        with watch.step("pass", str(batch), batch.num_tokens):
+            engine.forward(batch)
 
 
 class Prefetch:

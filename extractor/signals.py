@@ -1,27 +1,74 @@
 """Signals that ask for an end: the first drains, a second one exits at once."""
 
+import contextlib
 import os
 import signal
+import threading
 import time
+from collections.abc import Generator
 from types import FrameType
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 # One Ctrl-C reaches a worker twice: from the terminal, and from torchrun, which passes it on.
 ECHO_SECONDS = 1.0
+# How another rank's request is brought to this process's main thread.
+RELAY = signal.SIGUSR2
+
+
+class Stopped(BaseException):
+    """Raised in the main thread by the first signal while there is nothing to drain yet."""
 
 
 class StopSignals:
-    """Installs handlers; `asked` names the first signal that came."""
+    """Installs handlers; `asked` names the first signal that came, to this rank or to another."""
 
     def __init__(self) -> None:
         self.asked: str | None = None
-        self._at = 0.0
+        self.at = 0.0
+        self._owner = os.getpid()
+        self._own = False
+        self._relayed: str | None = None
+        self._interrupting = False
         for number in ASKING:
             signal.signal(number, self._on_signal)
 
+    def relay(self, name: str) -> None:
+        """Another rank was asked to stop: so is this one. From any thread; does not count as a
+        signal, so that one which follows does not exit at once."""
+        if self.asked is None and self._relayed is None:
+            self._relayed = name
+            signal.pthread_kill(threading.main_thread().ident or 0, RELAY)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Generator[None]:
+        """Within, a signal raises Stopped in the main thread; also one that came before."""
+        self._interrupting = True
+        try:
+            if self.asked is not None:
+                raise Stopped(self.asked)
+            yield
+        finally:
+            self._interrupting = False
+
     def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            # A forked helper inherits this handler: it must die when told to, and leave Ctrl-C,
+            # which reaches the whole terminal, to its parent.
+            if number == signal.SIGTERM:
+                os._exit(128 + number)
+            return
         now = time.monotonic()
-        if self.asked is None:
-            self.asked, self._at = signal.Signals(number).name, now
-        elif now - self._at > ECHO_SECONDS:
+        if self._relayed is not None and self.asked is None:
+            self._ask(self._relayed, now)
+        elif not self._own:
+            self._own = True
+            if self.asked is None:
+                self._ask(signal.Signals(number).name, now)
+        elif now - self.at > ECHO_SECONDS:
             os._exit(128 + number)
+
+    def _ask(self, name: str, now: float) -> None:
+        self.asked, self.at = name, now
+        if self._interrupting:
+            self._interrupting = False
+            raise Stopped(name)

@@ -9,17 +9,20 @@ pinned memory.
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 
+from extractor.errors import UsageError
 from extractor.records import Sample
 
 SCHEMA = "1"
 SAMPLES = "samples"
+FOLDERS = ("prepared", "journal", SAMPLES, "vocab", "hidden_states")  # the last: speculators
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 ROWS_A_FOLDER = 1000
@@ -81,7 +84,8 @@ def native_metadata(sample: Sample, model: str, states: str) -> dict[str, str]:
     return {
         "schema": SCHEMA,
         "row": str(sample.row),
-        "id": sample.id,
+        # Readers of safetensors refuse a header with half a surrogate pair in it.
+        "id": sample.id.encode("utf-8", "backslashreplace").decode(),
         "turn": str(sample.turn),
         "model": model,
         "layers": states,
@@ -96,13 +100,38 @@ class Written:
     xxh3: str
 
 
-def write_whole(path: Path, parts: Sequence[bytes | memoryview], sync: bool) -> Written:
-    """Write parts one after the other to a temporary name, then rename: the final name never shows
-    less than the whole file. With sync the bytes are on the disk before the rename.
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A whole file that has no name yet: written under a temporary one."""
 
-    Raises OSError with the file's name; the temporary file is gone then.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    temporary: Path
+    path: Path
+    written: Written
+
+    def sync(self) -> None:
+        """Force its bytes to disk. Raises OSError with the file's name."""
+        sync_path(self.temporary, named=self.path)
+
+    def commit(self) -> Written:
+        """Give it its name. Raises OSError with the file's name; the temporary file is gone then."""
+        try:
+            self.temporary.rename(self.path)
+        except OSError as error:
+            self.discard()
+            raise _named(error, self.path) from None
+        return self.written
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):
+            self.temporary.unlink()
+
+
+def write_pending(path: Path, parts: Sequence[bytes | memoryview], sync: bool = False) -> Pending:
+    """Write parts one after the other to a temporary name beside path.
+
+    Raises OSError with path's name; the temporary file is gone then."""
+    # Jobs of an array write run.json's kin and rejects.jsonl from several machines.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     digest = xxhash.xxh3_64()
     size = 0
     try:
@@ -116,14 +145,75 @@ def write_whole(path: Path, parts: Sequence[bytes | memoryview], sync: bool) -> 
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        temporary.rename(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-    return Written(size, digest.hexdigest())
+        raise _named(error, path) from None
+    return Pending(temporary, path, Written(size, digest.hexdigest()))
+
+
+def write_whole(path: Path, parts: Sequence[bytes | memoryview], sync: bool) -> Written:
+    """write_pending and commit in one: the final name never shows less than the whole file. With
+    sync the bytes are on the disk before the rename.
+
+    Raises OSError with the file's name; the temporary file is gone then.
+    """
+    return write_pending(path, parts, sync).commit()
+
+
+def sync_path(path: Path, named: Path | None = None) -> None:
+    """fsync a file, or a folder so that the names in it are on disk. Raises OSError with its name."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _named(error, named or path) from None
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The same error, saying which file of the user's it is about, not which temporary name."""
+    error.filename, error.filename2 = str(path), None
+    return error
+
+
+def sweep_temporaries(folder: Path, names: Container[str]) -> int:
+    """Remove what writers that were killed left of the files of these names in one folder; how many
+    there were.
+
+    Those of other files stay: another job of an array may be writing them."""
+    count = 0
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not (entry.name.startswith(".") and entry.name.endswith(TEMPORARY)):
+                continue
+            if entry.name[1:].removesuffix(TEMPORARY).rpartition(".")[0] in names:
+                with contextlib.suppress(FileNotFoundError):
+                    Path(entry.path).unlink()
+                    count += 1
+    return count
+
+
+def sweep_temporaries_of(path: Path) -> None:
+    """Remove what killed writers left of one file that nobody else writes now."""
+    for temporary in path.parent.glob(f".{path.name}.*{TEMPORARY}"):
+        temporary.unlink(missing_ok=True)
+
+
+def refuse_links(output: Path) -> None:
+    """Raises UsageError when a folder inside the output folder is a link: writing would follow it
+    out of there. The output folder itself may be one."""
+    inside = [output / name for name in FOLDERS]
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        inside += [Path(entry.path) for entry in os.scandir(output / SAMPLES)]
+    for path in inside:
+        if path.is_symlink():
+            raise UsageError(
+                f"{path} is a link to {path.readlink()}: nothing is written outside the output "
+                "folder; put the whole folder there and link to it, or remove the link"
+            )
 
 
 def _create(path: Path) -> int:
@@ -144,6 +234,12 @@ def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
             pending.pop(0)
         if written:
             pending[0] = pending[0][written:]
+
+
+def json_line(value: object) -> bytes:
+    """One line of JSON, readable, whatever text is in it: half a surrogate pair, which has no UTF-8,
+    becomes its JSON escape."""
+    return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def write_json(path: Path, value: object) -> None:

@@ -5,16 +5,18 @@ is the small case of the same. Each replica gets process groups of its own, so t
 wait for each other on the GPU; across replicas there is only torchrun's key-value store.
 """
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from extractor.errors import RunError, UsageError
 from extractor.records import Batch
@@ -22,6 +24,8 @@ from extractor.records import Batch
 # Ranks wait for rank 0 while it tokenizes or while its disk is slow: hours are normal there. A dead
 # rank is noticed all the same, because torchrun ends the others and gloo sees its socket close.
 PATIENCE = timedelta(days=7)
+# How long rank 0 waits for the others at the end, when the store is its own.
+FAREWELL_SECONDS = 10.0
 _STOP = -1
 
 
@@ -90,22 +94,34 @@ class World:
 
     def tell(self, key: str, value: Any) -> None:
         """Publish a JSON value under a key, once."""
-        self._store.set(key, json.dumps(value))
+        with _store_errors():
+            self._store.set(key, json.dumps(value))
 
     def hear(self, key: str, while_waiting: Callable[[], None] = lambda: None) -> Any:
         """Wait, for as long as it takes, for the value that another rank tells.
 
         while_waiting is called now and then and may raise, to give up."""
         pause = 0.01
-        while not self._store.check([key]):
-            while_waiting()
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.5)
-        return json.loads(self._store.get(key))
+        with _store_errors():
+            while not self._store.check([key]):
+                try:
+                    while_waiting()
+                except BaseException:
+                    if self._store.check([key]):  # told in the same moment
+                        break
+                    raise
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.5)
+            return json.loads(self._store.get(key))
 
     def next_number(self, key: str) -> int:
         """0, 1, 2, ... over all callers of all ranks."""
-        return int(self._store.add(key, 1)) - 1
+        with _store_errors():
+            return int(self._store.add(key, 1)) - 1
+
+    def board(self) -> "Board":
+        """The same store over a connection of its own, for the watch's thread."""
+        return Board(self._store if self.place.world_size == 1 else self._store.clone())
 
     # The replica's own groups ----------------------------------------------------------------
 
@@ -162,6 +178,60 @@ class World:
     def leave(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.place.world_size > 1 and not _agent_has_store():
+            self._leave_last()
+
+    def _leave_last(self) -> None:
+        """Rank 0 is the store's host when no agent is: it goes when the others have gone."""
+        if self.place.rank:
+            self._store.add("left", 1)
+            return
+        end = time.monotonic() + FAREWELL_SECONDS
+        while self._store.add("left", 0) < self.place.world_size - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+class Board:
+    """Notes of ranks to each other: the watch's side of the store. Raises RunError when it is gone."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore("watch", store)
+
+    def post(self, key: str, value: Any) -> None:
+        with _store_errors():
+            self._store.set(key, json.dumps(value))
+
+    def look(self, key: str) -> Any | None:
+        """What is there under a key, or None; never waits."""
+        with _store_errors():
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def first(self, key: str) -> bool:
+        with _store_errors():
+            return self._store.add(key, 1) == 1
+
+
+@contextlib.contextmanager
+def _store_errors() -> Generator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise RunError(
+            "torchrun's store does not answer: torchrun, or the node that it began on, is gone"
+        ) from error
+
+
+def record_error(error: BaseException) -> None:
+    """Write torchrun's error file, so that it names this rank and its error as the root cause."""
+    handler = get_error_handler()
+    try:
+        raise error
+    except BaseException as raised:
+        handler.record_exception(raised)
+
+
+def _agent_has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _open_store(place: Place) -> dist.Store:
@@ -175,13 +245,12 @@ def _open_store(place: Place) -> dist.Store:
             f"WORLD_SIZE is {place.world_size} but MASTER_ADDR and MASTER_PORT are not set: "
             "start with torchrun"
         )
-    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
             host,
             int(port),
             world_size=place.world_size,
-            is_master=place.rank == 0 and not agent_store,
+            is_master=place.rank == 0 and not _agent_has_store(),
             timeout=timedelta(minutes=5),
             wait_for_workers=False,
         )

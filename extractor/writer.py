@@ -5,31 +5,51 @@ its samples. The first error of any of them is kept, raised at the next submit a
 stops the rest.
 """
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
-from extractor.errors import RunError
+from extractor.errors import RunError, disk_error
 from extractor.journal import Journal
 from extractor.layout import Plane
 from extractor.layouts import Layout
 from extractor.records import Reject, Sample
-from extractor.store import Written, write_whole
+from extractor.store import (
+    Pending,
+    Written,
+    sync_path,
+    write_pending,
+)
 from extractor.transfer import HostRing, StagedBatch
 
 logger = logging.getLogger(__name__)
 
 NON_FINITE = "non_finite"
 
-# Writes one file: (path, parts, sync) -> what was written. Tests put faulty ones here.
-WriteFile = Callable[[Path, list[bytes | memoryview], bool], Written]
+# Writes one file under a temporary name: (path, parts, sync). Tests put faulty ones here.
+WriteFile = Callable[[Path, list[bytes | memoryview], bool], Pending]
+Durability = Literal["none", "file", "group"]
+
+
+class Landing(Protocol):
+    """A scope around the wait for a batch's copy to the host (see Watch.step)."""
+
+    def __call__(
+        self, kind: str, what: str, tokens: int, /
+    ) -> contextlib.AbstractContextManager[None]: ...
+
+
+def _unwatched(*_: object) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -53,7 +73,11 @@ class Writer:
         ring: where the batches' buffers go back to.
         layout: where a sample's file lies and what is in it.
         threads: how many files are written at a time.
-        sync: force each file to disk before its name appears.
+        durability: what is forced to disk before a sample counts as done. "none": nothing; a killed
+            program loses nothing, a power cut may. "file": each file, its folder's entry and its
+            journal line, one after the other. "group": a batch's files, then their folders, then
+            its journal lines.
+        write_file, landing: how a file is written and a copy watched; tests put their own.
     """
 
     def __init__(
@@ -64,12 +88,13 @@ class Writer:
         *,
         layout: Layout,
         threads: int,
-        sync: bool = False,
-        write_file: WriteFile = write_whole,
+        durability: Durability = "none",
+        write_file: WriteFile = write_pending,
+        landing: Landing = _unwatched,
     ) -> None:
         self._output, self._journal, self._ring = output, journal, ring
-        self._layout, self._sync = layout, sync
-        self._write_file = write_file
+        self._layout, self._durability = layout, durability
+        self._write_file, self._landing = write_file, landing
         self.progress = Progress()
         self.rejects: list[Reject] = []
         self._error: BaseException | None = None
@@ -85,10 +110,7 @@ class Writer:
         if error is None:
             return
         if isinstance(error, OSError):
-            raise RunError(
-                f"cannot write {error.filename}: {error.strerror} (errno {error.errno}); "
-                "everything finished so far is whole; make room and run the same command again"
-            ) from error
+            raise disk_error(error) from error
         raise RunError(f"a writer thread failed: {error!r}") from error
 
     def submit(self, staged: StagedBatch) -> None:
@@ -107,7 +129,8 @@ class Writer:
         while (staged := self._batches.get()) is not None:
             try:
                 begun = time.perf_counter()
-                staged.wait()
+                with self._landing("copy", f"the copy of {staged.batch}", staged.batch.num_tokens):
+                    staged.wait()
                 self.progress.wait_seconds += time.perf_counter() - begun
                 self._scatter(staged)
             except BaseException as error:
@@ -115,50 +138,67 @@ class Writer:
                 self._ring.release(staged.buffer)
 
     def _scatter(self, staged: StagedBatch) -> None:
-        left = len(staged.batch.samples)
-        lock = threading.Lock()
+        group = Group(len(staged.batch.samples))
 
         def write(sequence: int) -> None:
-            nonlocal left
+            pending: Pending | None = None
             try:
                 if self._error is None:
-                    self._write(staged, sequence)
+                    pending = self._write(staged, sequence)
             except BaseException as error:
                 self._fail(error)
-            finally:
-                with lock:
-                    left -= 1
-                    last = left == 0
-                if last:
-                    self._ring.release(staged.buffer)
+            if group.add(staged.batch.samples[sequence], pending):
+                self._ring.release(staged.buffer)
+                self._finish(group)
 
         for sequence in range(len(staged.batch.samples)):
             self._pool.submit(write, sequence)
+
+    def _finish(self, group: "Group") -> None:
+        """What a batch written in group mode still needs, or on an error all that is left of it."""
+        try:
+            if self._error is None:
+                group.commit(self._journal, self._count)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            group.discard()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             if self._error is None:
                 self._error = error
 
-    def _write(self, staged: StagedBatch, sequence: int) -> None:
+    def _write(self, staged: StagedBatch, sequence: int) -> Pending | None:
+        """Write one sample; in group mode all but its name and line, which its group gives it."""
         sample = staged.batch.samples[sequence]
         bad = staged.first_bad_token(sequence)
         if bad is not None:
             self._reject(staged, sequence, *bad)
-            return
+            return None
         begun = time.perf_counter()
         tensors = {plane.key: staged.blob(plane, sequence) for plane in staged.planes}
         parts = self._layout.parts(sample, tensors)
         path = self._output / self._layout.path(sample.row, sample.turn)
-        written = self._write_file(path, parts, self._sync)
+        pending = self._write_file(path, parts, self._durability == "file")
+        self._spent(time.perf_counter() - begun)
+        if self._durability == "group":
+            return pending
+        written = pending.commit()
+        if self._durability == "file":
+            sync_path(path.parent)
         self._journal.finished(sample, written)
-        self._count(sample, written, time.perf_counter() - begun)
+        self._count([(sample, written)])
+        return None
 
-    def _count(self, sample: Sample, written: Written, seconds: float) -> None:
+    def _count(self, items: Sequence[tuple[Sample, Written]]) -> None:
         with self._lock:
-            self.progress.samples += 1
-            self.progress.tokens += len(sample)
-            self.progress.bytes += written.size
+            self.progress.samples += len(items)
+            self.progress.tokens += sum(len(sample) for sample, _ in items)
+            self.progress.bytes += sum(written.size for _, written in items)
+
+    def _spent(self, seconds: float) -> None:
+        with self._lock:
             self.progress.write_seconds += seconds
 
     def _reject(self, staged: StagedBatch, sequence: int, plane: Plane, token: int) -> None:
@@ -182,3 +222,37 @@ class Writer:
         with self._lock:
             self.rejects.append(reject)
             self.progress.rejected += 1
+
+
+class Group:
+    """A batch's files between being written and counting as done."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._pending: list[tuple[Sample, Pending]] = []
+        self._lock = threading.Lock()
+
+    def add(self, sample: Sample, pending: Pending | None) -> bool:
+        """One sample more; None when nothing is left to do for it. True for the last."""
+        with self._lock:
+            if pending is not None:
+                self._pending.append((sample, pending))
+            self._left -= 1
+            return self._left == 0
+
+    def commit(
+        self, journal: Journal, count: Callable[[Sequence[tuple[Sample, Written]]], None]
+    ) -> None:
+        """Files to disk, then their names, then their lines: a line never outlives its file."""
+        for _, pending in self._pending:
+            pending.sync()
+        done = [(sample, pending.commit()) for sample, pending in self._pending]
+        for folder in {pending.path.parent for _, pending in self._pending}:
+            sync_path(folder)
+        self._pending.clear()
+        journal.finished_together(done)
+        count(done)
+
+    def discard(self) -> None:
+        for _, pending in self._pending:
+            pending.discard()

@@ -5,7 +5,10 @@ from typing import Any, Protocol
 
 import torch
 
+from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
+from extractor.states import States
+from extractor.topology import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,27 @@ class EngineInfo:
     details: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What the engine needs to know of a run.
+
+    Attributes:
+        max_tokens: token budget of one forward.
+        max_sequences: the most sequences in a batch.
+        longest: tokens of the longest sample; the KV pool holds it whole.
+        sglang_args: the user's ServerArgs fields, as text.
+        verbose: let SGLang log.
+    """
+
+    device: torch.device
+    max_tokens: int
+    max_sequences: int
+    longest: int
+    sglang_args: dict[str, str]
+    trust_remote_code: bool = False
+    verbose: bool = False
+
+
 class Engine(Protocol):
     """One replica's share of the model on this rank."""
 
@@ -39,3 +63,25 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Where engines come from: the module engine.sglang is one, and tests have another."""
+
+    def choose_device(self, wanted: str, place: Place) -> torch.device:
+        """--device to this rank's device. Raises UsageError when there is no such device."""
+        ...
+
+    def prepare_process(self, device: torch.device, place: Place, verbose: bool = False) -> None:
+        """Called once in a process, before anything else of the backend's."""
+        ...
+
+    def check_model(self, spec: ModelSpec, place: Place) -> None:
+        """Refuse what cannot run, before any weight is read. Raises UsageError."""
+        ...
+
+    def build(
+        self, spec: ModelSpec, states: States, place: Place, options: EngineOptions
+    ) -> Engine:
+        """Load the weights. Process groups exist already (World.join_replica)."""
+        ...

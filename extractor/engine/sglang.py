@@ -5,7 +5,6 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
-from extractor.engine.base import EngineInfo
+from extractor.engine.base import EngineInfo, EngineOptions
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
@@ -25,27 +24,6 @@ logger = logging.getLogger(__name__)
 
 # SGLang writes the keys and values of padding tokens to slot 0.
 FIRST_SLOT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What the engine needs to know of a run.
-
-    Attributes:
-        max_tokens: token budget of one forward.
-        max_sequences: the most sequences in a batch.
-        longest: tokens of the longest sample; the KV pool holds it whole.
-        sglang_args: the user's ServerArgs fields, as text.
-        verbose: let SGLang log.
-    """
-
-    device: torch.device
-    max_tokens: int
-    max_sequences: int
-    longest: int
-    sglang_args: dict[str, str]
-    trust_remote_code: bool = False
-    verbose: bool = False
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:
@@ -311,3 +289,7 @@ class SGLangEngine:
 
     def close(self) -> None:
         self.capture.remove()
+
+
+def build(spec: ModelSpec, states: States, place: Place, options: EngineOptions) -> SGLangEngine:
+    return SGLangEngine(spec, states, place, options)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from extractor.dataset import HiddenStates, LengthBatchSampler, Pad
 from extractor.errors import RunError, UsageError
-from tests.support.folders import LENGTHS, make_layout, make_samples, write_folder
+from tests.support.written import LENGTHS, make_layout, make_samples, write_folder
 
 
 @pytest.fixture

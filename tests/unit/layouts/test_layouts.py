@@ -12,7 +12,7 @@ from extractor.errors import RunError, UsageError
 from extractor.journal import find_done
 from extractor.layouts import LAYOUTS
 from extractor.states import States
-from tests.support.folders import NUM_LAYERS, make_layout, make_samples, write_folder
+from tests.support.written import NUM_LAYERS, make_layout, make_samples, write_folder
 
 NAMES = sorted(LAYOUTS)
 

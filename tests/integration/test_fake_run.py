@@ -1,0 +1,44 @@
+"""The fake engine drives the whole program: the ground that the fault tests stand on."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.conftest import STATES, Bench
+from tests.support import folder
+from tests.support.zygote import REPOSITORY
+
+
+@pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_every_sample_once_and_right(bench: Bench, ranks: int, tp: int) -> None:
+    run = bench.run(f"--tp={tp}", ranks=ranks)
+    assert run.code == 0, run.output()
+    folder.assert_complete(bench.output, bench.data, STATES)
+    assert len(list((bench.output / "journal").iterdir())) == ranks // tp
+
+
+def test_nothing_left_is_no_work(bench: Bench) -> None:
+    assert bench.run().code == 0
+    before = folder.snapshot(bench.output)
+    for ranks in (1, 2, 2):
+        run = bench.run(ranks=ranks)
+        assert run.code == 0
+        assert "40 done, 0 to do" in run.output(0)
+    assert folder.snapshot(bench.output) == before
+
+
+@pytest.mark.slow
+def test_under_torchrun(bench: Bench) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["tests/support/fake_extract.py", *bench.argv("--tp=1")]
+    # Slurm's variables say something else: torchrun's win.
+    environment = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    folder.assert_complete(bench.output, bench.data, STATES)
+    assert json.loads((bench.output / "run.json").read_text())["world"]["replicas"] == 2

@@ -1,0 +1,128 @@
+"""A model without a model: states that follow from the ids, so that every file can be proved right.
+
+It drives the whole pipeline in a second, in one process or many; a collective in each pass makes a
+tensor-parallel replica hang and break as a real one does.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from extractor.engine.base import EngineInfo, EngineOptions
+from extractor.model import ModelSpec
+from extractor.records import Batch, CapturedBatch
+from extractor.states import States
+from extractor.topology import Place
+
+HIDDEN, LAYERS = 64, 8
+PERIOD = 97
+
+
+def expected(ids: torch.Tensor, name: str, hidden: int = HIDDEN) -> torch.Tensor:
+    """State `name` of one sequence: bfloat16 [T, hidden], exact. Each token depends on all before."""
+    number = {"embed": 101, "final": 211}.get(name) or int(name) * 13
+    tokens = ids.cumsum(0).unsqueeze(1) + number + torch.arange(hidden).unsqueeze(0)
+    return ((tokens % PERIOD).float() / 8).to(torch.bfloat16)
+
+
+class FakeEngine:
+    """See Engine. before(n) is called ahead of this rank's n-th pass and may raise, sleep or kill."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        states: States,
+        place: Place,
+        options: EngineOptions,
+        before: Callable[[int], None],
+    ) -> None:
+        self._hidden, self._states, self._place = spec.hidden_size, states, place
+        self._options, self._before = options, before
+        self._passes = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            device=self._options.device,
+            dtype=torch.bfloat16,
+            max_tokens=self._options.max_tokens,
+            max_sequences=self._options.max_sequences,
+            details={"fake": True},
+        )
+
+    def forward(self, batch: Batch) -> CapturedBatch:
+        self._before(self._passes)
+        self._passes += 1
+        if self._place.tp > 1:
+            seen = torch.tensor([batch.number])
+            dist.all_reduce(seen)
+            assert int(seen) == batch.number * self._place.tp, "ranks run different batches"
+        sequences = batch.input_ids.split(list(batch.lengths))
+        states = {
+            name: torch.cat([expected(ids, name, self._hidden) for ids in sequences])
+            for name in self._states.names
+        }
+        return CapturedBatch(batch, states)
+
+    def close(self) -> None: ...
+
+
+class FakeBackend:
+    """See Backend. on_load() is called where weights would be read."""
+
+    def __init__(
+        self,
+        before: Callable[[int], None] = lambda _: None,
+        on_load: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before, self._on_load = before, on_load
+
+    def choose_device(self, wanted: str, place: Place) -> torch.device:
+        return torch.device("cpu")
+
+    def prepare_process(self, device: torch.device, place: Place, verbose: bool = False) -> None:
+        torch.set_num_threads(1)
+
+    def check_model(self, spec: ModelSpec, place: Place) -> None: ...
+
+    def build(
+        self, spec: ModelSpec, states: States, place: Place, options: EngineOptions
+    ) -> FakeEngine:
+        self._on_load()
+        return FakeEngine(spec, states, place, options, self._before)
+
+
+def make_model(folder: Path) -> Path:
+    """A folder that ModelSpec can read; the weights file is there to be digested."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["FakeForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 50_000,
+        "max_position_embeddings": 4096,
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    return folder
+
+
+def make_rows(path: Path, count: int, seed: int = 0, ids: Sequence[str] | None = None) -> Path:
+    """Pre-tokenized rows of 5 to 60 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lines = []
+    for row in range(count):
+        length = int(torch.randint(5, 60, (1,), generator=generator))
+        tokens = torch.randint(0, 50_000, (length,), generator=generator).tolist()
+        name = f"row{row}" if ids is None else ids[row]
+        lines.append(json.dumps({"id": name, "input_ids": tokens, "loss_mask": [1] * length}))
+    path.write_text("\n".join(lines) + "\n")
+    return path

@@ -1,0 +1,46 @@
+"""extract with the fake engine and faults: what torchrun starts in tests, and the zygote in a fork.
+
+usage: fake_extract.py [--faults JSON] [--log FILE] FLAGS_OF_EXTRACT
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from extractor import pipeline
+from extractor.cli import outcome
+from tests.support.fake_engine import FakeBackend
+from tests.support.faults import Fault, Faults, from_json
+
+
+def run(argv: Sequence[str], faults: Sequence[Fault] = (), log: Path | None = None) -> int:
+    """The exit code of one rank, which torchrun's variables describe."""
+    here = Faults(faults, log)
+    backend = FakeBackend(here.before_pass, here.on_load)
+    real = pipeline.prepare
+
+    def slow_prepare(*args: object, **kwargs: object) -> object:
+        here.on_prepare()
+        return real(*args, **kwargs)  # pyright: ignore
+
+    pipeline.prepare = slow_prepare  # pyright: ignore
+    return outcome(lambda: pipeline.extract(argv, backend=backend))
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    faults: list[Fault] = []
+    log: Path | None = None
+    while argv and argv[0] in ("--faults", "--log"):
+        flag, value, *argv = argv
+        if flag == "--faults":
+            faults = from_json(value)
+        else:
+            log = Path(value)
+    sys.exit(run(argv, faults, log))
+
+
+if __name__ == "__main__":
+    main()

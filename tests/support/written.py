@@ -109,13 +109,14 @@ def write_folder(
         writer.submit(stager.stage(CapturedBatch(part, joined), buffer))
     writer.close()
     lines.close()
+    dtype = str(layout.dtype).removeprefix("torch.")
     run = {
         "schema": 1,
         "status": "complete",
         "fingerprint": "0",
-        "parts": {"layers": ",".join(layout.stored), "layout": layout.name},
+        "parts": {"layers": ",".join(layout.stored), "layout": layout.name, "dtype": dtype},
         "layers": list(layout.stored),
-        "dtype": str(layout.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "layout": layout.name,
         "model": {"path": "/models/tiny", "num_layers": NUM_LAYERS, "hidden_size": layout.hidden},
     }

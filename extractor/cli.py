@@ -15,6 +15,8 @@ VERBS = {
     "prepare": "tokenize only, on a machine without a GPU; extract picks it up",
     "show": "a sample in the terminal, its mask coloured",
     "check": "is every row accounted for, is every file whole",
+    "convert": "a folder again in another project's file format, or back",
+    "report": "a page with pictures of what a folder holds and how it was made",
 }
 
 
@@ -67,6 +69,14 @@ def _run(verb: str, arguments: list[str]) -> int:
         from extractor.prepare import prepare  # noqa: PLC0415
 
         return prepare(arguments)
+    if verb == "convert":
+        from extractor.convert import convert  # noqa: PLC0415
+
+        return convert(arguments)
+    if verb == "report":
+        from extractor.report import report  # noqa: PLC0415
+
+        return report(arguments)
     raise UsageError(f"{verb}: not here yet")
 
 

@@ -19,6 +19,9 @@ from extractor.errors import UsageError
 
 C = TypeVar("C")
 StoredDtype = Literal["auto", "bfloat16", "float16", "float32", "float8_e4m3fn"]
+LayoutName = Literal[
+    "native", "specforge", "specforge-dflash", "specforge-dspark", "speculators", "modelopt"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +86,9 @@ class ExtractConfig(DataConfig):
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
     ] = ()
     """Any field of SGLang's ServerArgs; repeatable."""
-    layout: Literal["native", "specforge", "speculators", "modelopt"] = "native"
-    """Whose file format to write."""
+    layout: LayoutName = "native"
+    """Whose file format to write; each keeps its own project's conventions, and adds the last
+    layer's state or the final one where its reader wants it (docs/formats.md)."""
     durability: Literal["none", "file", "group"] = "none"
     """When files are forced to disk: left to the system, each one, or a batch at a time."""
     stuck_after: float = 40.0

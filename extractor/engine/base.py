@@ -8,6 +8,7 @@ import torch
 
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
+from extractor.selfcheck import SelfCheck
 from extractor.states import States
 from extractor.topology import Place
 
@@ -61,6 +62,11 @@ class Engine(Protocol):
     def forward(self, batch: Batch) -> CapturedBatch:
         """Run a batch and return its states, still on the device; may return before the device is
         done. Every tp rank of the replica must be given the same batches in the same order."""
+        ...
+
+    def self_check(self) -> SelfCheck | None:
+        """Prove that the states are what their names say; None when there is nothing to prove.
+        All tp ranks call it together. Raises RunError."""
         ...
 
     def close(self) -> None: ...

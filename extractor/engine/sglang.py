@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
@@ -17,6 +18,7 @@ from extractor.engine.base import EngineInfo, EngineOptions
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
+from extractor.selfcheck import PROMPT_TOKENS, SelfCheck, self_check
 from extractor.states import States
 from extractor.topology import Place
 
@@ -208,6 +210,25 @@ class SGLangEngine:
             for name, state in self._run(ids, (len(ids),), prefix=start, more=more).items():
                 pieces.setdefault(name, []).append(state.clone() if more else state)
         return CapturedBatch(batch, {name: torch.cat(parts) for name, parts in pieces.items()})
+
+    @torch.no_grad()
+    def self_check(self) -> SelfCheck:
+        """Prove the captured states on a short prompt; all tp ranks call it together. RunError."""
+        ids = torch.arange(1, PROMPT_TOKENS + 1) * 97 % self._runner.model_config.vocab_size
+
+        def run() -> dict[str, torch.Tensor]:
+            return self._run(ids, (len(ids),))
+
+        return self_check(run, self._backbone, self.capture.states, self._across_ranks)
+
+    def _across_ranks(self, state: torch.Tensor) -> float:
+        if self._args.tp_size == 1:
+            return 0.0
+        first = state.float().clone()
+        dist.broadcast(first, 0)
+        difference = (state.float() - first).norm() / first.norm().clamp_min(1e-30)
+        dist.all_reduce(difference, dist.ReduceOp.MAX)
+        return float(difference)
 
     def active_parameters(self) -> int:
         """Weights of the decoder layers that a token meets on this rank: routed experts count by the

@@ -53,6 +53,8 @@ class FakeEngine:
             details={"fake": True},
         )
 
+    def self_check(self) -> None: ...
+
     def forward(self, batch: Batch) -> CapturedBatch:
         self._before(self._passes)
         self._passes += 1

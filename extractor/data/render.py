@@ -41,6 +41,8 @@ class Kind(IntEnum):
     OTHER = 3
 
 
+_PROBE: Message = {"role": "user", "content": "Is it?"}
+
 # (text, number of its message, what it is, may the proof change it) -> text
 Rewrite = Callable[[str, int, Kind, bool], str]
 
@@ -106,13 +108,37 @@ class ChatTemplate:
         tree = compiled.environment.parse(source)
         literals = {n.value for n in tree.find_all(jinja2.nodes.Const) if isinstance(n.value, str)}
         ordered = sorted(filter(None, literals), key=len, reverse=True)
-        self._literals = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        # At every position, the longest that begins there: they may overlap.
+        self._literals = re.compile(f"(?=({'|'.join(map(re.escape, ordered)) or '(?!)'}))")
+        self._parts = False
+        self._parts = not self._prints() and self._prints(parts=True)
         self.has_generation_blocks = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
+
+    def _prints(self, parts: bool = False) -> bool:
+        """Does it print a content given as a text, or as a list of parts?"""
+        self._parts = parts
+        for talk in ([_PROBE], [_PROBE, {"role": "assistant", "content": "Yes."}]):
+            try:
+                if (self.trace(Conversation(talk)).message == 0).any():
+                    return True
+            except Exception:  # it refuses, in whatever way
+                continue
+        return False
+
+    def _form(self, conversation: Conversation) -> Conversation:
+        """Templates of models that see want each content as a list of parts."""
+        if not self._parts:
+            return conversation
+        messages = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            for message in conversation.messages
+        ]
+        return Conversation(messages, conversation.tools, conversation.unweighted)
 
     def plain(self, conversation: Conversation, generation_prompt: bool = False) -> str:
         """transformers' own render. Raises whatever the template raises."""
         rendered, _ = render_jinja_template(
-            conversations=[conversation.messages],
+            conversations=[self._form(conversation).messages],
             tools=conversation.tools,  # pyright: ignore[reportArgumentType]
             chat_template=self.source,
             add_generation_prompt=generation_prompt,
@@ -128,7 +154,7 @@ class ChatTemplate:
         self, conversation: Conversation, generation_prompt: bool = False
     ) -> tuple[Trace, "_Sources"]:
         sources = _Sources()
-        tainted = rewrite(conversation, sources.add)
+        tainted = rewrite(self._form(conversation), sources.add)
         self._reset()
         pieces = self._tainted.generate(
             messages=tainted.messages,
@@ -214,7 +240,13 @@ def _rewrite_message(message: Message, number: int, change: Rewrite) -> Message:
         if key == "role":
             new[key] = value
         elif key == "content":
-            new[key] = change(value, number, Kind.CONTENT if assistant else Kind.OTHER, True)
+            kind = Kind.CONTENT if assistant else Kind.OTHER
+            if isinstance(value, list):  # the form with parts, which are all texts
+                new[key] = [
+                    {**part, "text": change(part["text"], number, kind, True)} for part in value
+                ]
+            else:
+                new[key] = change(value, number, kind, True)
         elif assistant and key in REASONING_KEYS:
             new[key] = change(value, number, Kind.REASONING, True)
         elif assistant and key == "tool_calls":
@@ -345,14 +377,13 @@ def _disguise(table: dict[int, int], kinds: frozenset[Kind]) -> Disguise:
         if kind not in kinds:
             return text
         changed = text.translate(table)
-        kept = [found.span() for found in literals.finditer(text)]
-        if not kept:
-            return changed
         pieces: list[str] = []
         position = 0
-        for start, stop in kept:
-            pieces += (changed[position:start], text[start:stop])
-            position = stop
+        for found in literals.finditer(text):
+            start, stop = max(found.start(1), position), found.end(1)
+            if stop > position:
+                pieces += (changed[position:start], text[start:stop])
+                position = stop
         return "".join([*pieces, changed[position:]])
 
     return disguise

@@ -63,12 +63,17 @@ class TurnShape:
         prompts: by the role of the message before, (what closes that message, that and the
             generation prompt).
         terminators: end-of-turn tokens.
+        eos: the tokenizer's own end token, or "".
+        openers: by the role of the message after a tool call, what opens that message; for
+            templates that end a turn by no token.
         special: matches any special token.
     """
 
     header: str
     prompts: Mapping[str, tuple[str, str]]
     terminators: frozenset[str]
+    eos: str
+    openers: Mapping[str, str]
     special: "re.Pattern[str]" = field(repr=False)
 
     @classmethod
@@ -83,7 +88,8 @@ class TurnShape:
         if not header.strip():
             header = _lead(template, closing) or header
         terminators = _terminators(template, special) | ({eos} if eos else set())
-        return cls(header, prompts, frozenset(terminators), special)
+        openers = _openers(template)
+        return cls(header, prompts, frozenset(terminators), eos or "", openers, special)
 
 
 def _try(template: ChatTemplate, *messages: Message, prompt: bool = False) -> Trace | None:
@@ -152,6 +158,22 @@ def _terminators(template: ChatTemplate, special: "re.Pattern[str]") -> set[str]
     if closers and not found & set(closers):
         found.add(closers[-1])
     return found
+
+
+def _openers(template: ChatTemplate) -> dict[str, str]:
+    closed = _tail(_try(template, _USER, _CALL))
+    openers: dict[str, str] = {}
+    for message in (_RESULT, _AGAIN):
+        trace = _try(template, _USER, _CALL, message)
+        if trace is None or closed is None:
+            continue
+        said = np.flatnonzero((trace.message == 1) & ~trace.copied)
+        after = np.flatnonzero((trace.message == 2) | trace.copied)
+        after = after[after > said[-1]] if len(said) else after[:0]
+        between = trace.text[int(said[-1]) + 1 : int(after[0])] if len(after) else ""
+        if between.startswith(closed) and between != closed:
+            openers[message["role"]] = between[len(closed) :]
+    return openers
 
 
 def _history_terminator(template: ChatTemplate, special: "re.Pattern[str]", final: str) -> set[str]:
@@ -237,7 +259,8 @@ def _turn_span(
     high = int(after[0]) if len(after) else len(bones)
     is_call = "tool_calls" in conversation.messages[turn]
     start = low + _begin(bones[low:first], conversation, shape, turn, trace.kind[first])
-    stop = last + 1 + _end(bones[last + 1 : high], shape, turn, is_call)
+    following = conversation.messages[turn + 1]["role"] if high < len(bones) else ""
+    stop = last + 1 + _end(bones[last + 1 : high], shape, turn, is_call, following)
     return Span(turn, start, stop)
 
 
@@ -276,18 +299,27 @@ def _whole(text: str, length: int, shape: TurnShape, at_least: int) -> int:
     return max((end for end in ends if at_least <= end <= length), default=at_least)
 
 
-def _end(tail: str, shape: TurnShape, turn: int, is_call: bool) -> int:
-    """How much of the template's text after the turn's last character is still the turn's."""
+def _end(tail: str, shape: TurnShape, turn: int, is_call: bool, following: str) -> int:
+    """How much of the template's text after the turn's last character is still the turn's.
+
+    Args:
+        following: the role of the next message, when more of the conversation follows.
+    """
     for found in shape.special.finditer(tail):
         if found[0] in shape.terminators:
-            return found.end()
+            # Some close an answer with a token of its own and then the turn with another.
+            closed = shape.eos and tail.startswith(shape.eos, found.end())
+            return found.end() + (len(shape.eos) if closed else 0)
         if not is_call:
             return 0
-    if is_call and "\0" not in tail and not tail.strip().strip("}]\"'"):
+    if not is_call:
+        return 0
+    opener = shape.openers.get(following, "")
+    if not following:
         return len(tail.rstrip())
-    if is_call and tail.strip():
-        raise BadRow("mask_unproved", f"where the tool calls of turn {turn} end is not certain")
-    return 0
+    if opener and tail.endswith(opener):
+        return len(tail) - len(opener)
+    raise BadRow("mask_unproved", f"where the tool calls of turn {turn} end is not certain")
 
 
 def _block_spans(trace: Trace, wanted: list[int]) -> list[Span]:

@@ -4,6 +4,7 @@ import pytest
 from data_kit import (
     NAMES,
     RESULT,
+    TEMPLATES,
     TOOL,
     TOOL_TALK,
     Make,
@@ -197,6 +198,47 @@ def test_supervise_all(converter: Make) -> None:
     outcome = convert(converter(supervise="all"), chat(FIRST, THOUGHT), {"text": "plain"})
     assert all(piece.mask.all() for piece in outcome.pieces)
     assert len(outcome.pieces) == 2
+
+
+def test_literals_that_overlap_are_kept_in_the_proof(converter: Make, tokenizer: Tokenizer) -> None:
+    """The template looks for `</think>`, and "\\n</" is among its own texts as well."""
+    strip = "(m.content.split('</think>')[-1] if '</think>' in m.content else m.content)"
+    source = CHATML.replace("CONTENT", strip) + "{%- set unused = '\\n</' -%}"
+    outcome = convert(converter(source=source), chat(("user", "?"), THOUGHT))
+    assert supervised(outcome, tokenizer) == ["\n\nHi <|im_end|> there.<|im_end|>"]
+
+
+def test_a_template_that_wants_parts(converter: Make, tokenizer: Tokenizer) -> None:
+    """As models that see have: it indexes each content as a list of parts."""
+    parts = "(m.content|map(attribute='text')|join('+'))"
+    made = converter(source=CHATML.replace("CONTENT", parts))
+    outcome = convert(made, chat(("user", "?"), ("assistant", "Goose.")))
+    assert supervised(outcome, tokenizer) == ["Goose.<|im_end|>"]
+
+
+def test_no_end_token_after_a_call(converter: Make, tokenizer: Tokenizer) -> None:
+    """GLM's way: what follows a call is known by what opens the next message."""
+    source = (TEMPLATES / "glm4.jinja").read_text()
+    printed = (
+        "{{ m.content.strip() }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+        "{{ c.function.arguments|tojson }}</call>{% endfor %}"
+    )
+    made = converter("glm4", source=source.replace("{{ m.content.strip() }}", printed))
+    outcome = convert(made, {"messages": TOOL_TALK})
+    assert supervised(outcome, tokenizer) == [
+        f"<call>look{ONE}</call>",
+        f"<call>lookk{TWO}</call>",
+        "Sunny.",
+    ]
+    cut = convert(made, {"messages": TOOL_TALK[:2]})
+    assert supervised(cut, tokenizer) == [f"<call>look{ONE}</call>"]
+
+
+def test_an_end_token_after_a_closing_one(converter: Make, tokenizer: Tokenizer) -> None:
+    """Cohere's way: an answer is closed, and then the turn is ended, by a token each."""
+    source = CHATML.replace("CONTENT", "m.content").replace("'<|im_end|>", "'<|end|><|im_end|>")
+    outcome = convert(converter(source=source), chat(("user", "?"), ("assistant", "Goose.")))
+    assert supervised(outcome, tokenizer) == ["Goose.<|end|><|im_end|>"]
 
 
 # ---- templates that the proof must refuse, or that drop something

@@ -25,6 +25,7 @@ from extractor import fingerprint, memory, plan
 from extractor.config import ExtractConfig, invocation, parse
 from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
+from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Backend, Engine, EngineOptions
 from extractor.errors import RunError, UsageError, disk_error
@@ -62,7 +63,7 @@ from extractor.writer import Writer
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
-PREPARED = "prepared"
+PREPARED, VOCAB = "prepared", "vocab"
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -300,6 +301,8 @@ def _lead(
     with lock.alone("writing rejects.jsonl"):
         sweep_temporaries_of(config.output / REJECTS)
         write_rejects(config.output, [*store.rejects, *done.rejected.values()])
+    with lock.alone("writing vocab/"):
+        _write_vocabulary(config, spec, store)
     if not len(left):
         return Job(answer=_finish(lead, "complete")), None
     budget = memory.choose(
@@ -389,6 +392,15 @@ def _prepare(config: ExtractConfig, spec: ModelSpec) -> PreparedStore:
         return prepare(config, spec, say, lambda count, _total: line.set(count))
     finally:
         line.close()
+
+
+def _write_vocabulary(config: ExtractConfig, spec: ModelSpec, store: PreparedStore) -> None:
+    """How often each token is supervised, over all rows, and a drafter's vocabulary if asked for."""
+    folder, size = config.output / VOCAB, config.draft_vocab_size
+    if (folder / "token_freq.safetensors").exists() and not size:
+        return
+    counts = TokenCounts.of(store, spec.vocab_size)
+    write_vocab(folder, counts, draft_vocabulary(counts, size) if size else None)
 
 
 def _say_rest(store: PreparedStore, selected: np.ndarray, done: Done, left: np.ndarray) -> None:
@@ -538,9 +550,13 @@ def _work(
                 verbose=config.verbose,
             ),
         )
+        loaded = time.perf_counter()
+        proof = engine.self_check() if config.self_check else None
     watch.enter("run")
     if lead:
-        lead.stages["load"] = time.perf_counter() - mark
+        lead.stages["load"] = loaded - mark
+        lead.stages["self_check"] = time.perf_counter() - loaded
+        lead.run["self_check"] = asdict(proof) if proof else None
         lead.run["engine"] = engine.info.details
         write_run(lead.run_path, lead.run)
     if not place.is_writer:

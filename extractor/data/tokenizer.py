@@ -63,7 +63,7 @@ def load_rules(config: DataConfig, model: ModelSpec) -> Rules:
 def _no_tokenizer() -> PreTrainedTokenizerFast:
     """For a folder of a shape alone, whose rows can only be ids: text becomes no tokens, and such a
     row is rejected."""
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({}, unk_token="")))
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
 
 
 def load_converter(rules: Rules) -> Converter:

@@ -108,7 +108,7 @@ class Reference:
                 self._path, dtype=dtype, trust_remote_code=self._trust, **spread
             )
             if self._device != "auto":
-                model = model.to(self._device)
+                model = model.to(torch.device(self._device))  # pyright: ignore[reportArgumentType]
             self._models[dtype] = model.eval()
         return self._models[dtype]
 

@@ -61,7 +61,7 @@ class Blob:
         """A view, not a copy; the tensor must be contiguous and on the CPU."""
         assert tensor.is_contiguous() and tensor.device.type == "cpu", tensor.shape
         flat = tensor.reshape(-1).view(torch.uint8)
-        return cls(tensor.dtype, tuple(tensor.shape), memoryview(flat.numpy()))
+        return cls(tensor.dtype, tuple(tensor.shape), flat.numpy().data)
 
 
 def safetensors_header(tensors: Mapping[str, Blob], metadata: Mapping[str, str]) -> bytes:

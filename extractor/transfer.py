@@ -98,7 +98,7 @@ class StagedBatch:
 
     @cached_property
     def _bytes(self) -> memoryview:
-        return memoryview(self.buffer.numpy())
+        return self.buffer.numpy().data
 
     @cached_property
     def _all_finite(self) -> bool:

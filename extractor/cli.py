@@ -67,6 +67,10 @@ def _run(verb: str, arguments: list[str]) -> int:
         from extractor.prepare import prepare  # noqa: PLC0415
 
         return prepare(arguments)
+    if verb == "check":
+        from extractor.check import check  # noqa: PLC0415
+
+        return check(arguments)
     raise UsageError(f"{verb}: not here yet")
 
 

@@ -86,6 +86,10 @@ def _run(verb: str, arguments: list[str]) -> int:
         from extractor.report import report  # noqa: PLC0415
 
         return report(arguments)
+    if verb == "check":
+        from extractor.check import check  # noqa: PLC0415
+
+        return check(arguments)
     raise UsageError(f"{verb}: not here yet")
 
 

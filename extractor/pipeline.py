@@ -168,13 +168,16 @@ def _watched(
     try:
         return _lead_and_work(config, place, world, device, backend, watch, begun)
     except Stopped:
-        return _stop_early(place, watch)
+        return _stop_early(place, world, watch)
     except OSError as error:
         raise disk_error(error) from error
     except RuntimeError as error:
-        if is_broken_connection(error):
+        if not is_broken_connection(error):
+            raise
+        if watch.stop.asked is None:
             raise watch.reason_for(error) from error
-        raise
+        # Another rank of the replica was asked a moment before it had loaded, this one after.
+        return _stop_early(place, world, watch)
 
 
 def _lead_and_work(
@@ -208,14 +211,16 @@ def _exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, UsageError | SystemExit) else 1
 
 
-def _stop_early(place: Place, watch: Watch) -> int:
-    """A signal came before there was anything to drain."""
+def _stop_early(place: Place, world: World, watch: Watch) -> int:
+    """A signal came before there was anything to drain. Raises RunError when another rank failed."""
     watch.say_stopping()
     watch.check_board()
     if place.rank == 0:
         watch.check_everyone_stops()
         watch.last_words("stopped", "")
         say(f"stopped by {watch.stop.asked} before the first batch: nothing is lost")
+    elif place.is_writer:
+        world.tell(f"done/{place.replica}", {"replica": place.replica, "stopped": True})
     return EXIT_AGAIN
 
 

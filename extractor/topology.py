@@ -24,7 +24,7 @@ from extractor.records import Batch
 # Ranks wait for rank 0 while it tokenizes or while its disk is slow: hours are normal there. A dead
 # rank is noticed all the same, because torchrun ends the others and gloo sees its socket close.
 PATIENCE = timedelta(days=7)
-# How long rank 0 waits for the others at the end, when the store is its own.
+# How long rank 0 waits for the others at the end.
 FAREWELL_SECONDS = 10.0
 _STOP = -1
 
@@ -178,11 +178,13 @@ class World:
     def leave(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        if self.place.world_size > 1 and not _agent_has_store():
-            self._leave_last()
+        if self.place.world_size > 1:
+            with contextlib.suppress(RunError), _store_errors():
+                self._leave_last()
 
     def _leave_last(self) -> None:
-        """Rank 0 is the store's host when no agent is: it goes when the others have gone."""
+        """Rank 0 goes when the others have gone: it may be the store's host, and torchrun ends those
+        that are left as soon as one exits with anything but 0."""
         if self.place.rank:
             self._store.add("left", 1)
             return

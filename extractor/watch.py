@@ -209,14 +209,15 @@ class Watch:
         """torchrun sends the same signal for a preemption, which reaches every rank, and because a
         rank has died. Raises RunError when a rank does not say that it was asked to stop too."""
         end = time.monotonic() + EVERYONE_SECONDS
-        silent = set(range(self._world_size))
-        while silent:
-            silent = {rank for rank in silent if self._board.look(f"{STOP}/{rank}") is None}
-            if silent and time.monotonic() > end:
-                ranks = ", ".join(map(str, sorted(silent)))
-                raise RunError(f"rank {ranks} ended without a word; see its own output")
+        while silent := self._silent_about_stop():
+            if time.monotonic() > end:
+                raise _no_word(silent) or AssertionError
             self.check()
             time.sleep(0.1)
+
+    def _silent_about_stop(self) -> list[int]:
+        ranks = range(self._world_size)
+        return [rank for rank in ranks if self._board.look(f"{STOP}/{rank}") is None]
 
     # The thread -------------------------------------------------------------------------------
 
@@ -268,7 +269,8 @@ class Watch:
                 f"rank {self._rank}: not drained {STOP_SECONDS:.0f} s after {self.stop.asked}; "
                 "leaving what is in flight to the next start"
             )
-            self._end(EXIT_AGAIN, None)
+            silent = self._silent_about_stop()
+            self._end(EXIT_AGAIN if not silent else EXIT_FAILED, _no_word(silent))
 
     def _look_at_neighbour(self) -> None:
         if self._neighbour == self._rank or self._failure is not None:
@@ -324,6 +326,12 @@ class Watch:
         self._closed.set()
         sys.stderr.flush()
         self._leave(code)
+
+
+def _no_word(silent: list[int]) -> RunError | None:
+    if not silent:
+        return None
+    return RunError(f"rank {', '.join(map(str, silent))} ended without a word; see its own output")
 
 
 @dataclass(frozen=True, slots=True)

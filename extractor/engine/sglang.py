@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
-from extractor.engine.base import EngineInfo, EngineOptions
+from extractor.engine.base import Engine, EngineInfo, EngineOptions
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
@@ -329,5 +329,5 @@ class SGLangEngine:
         self.capture.remove()
 
 
-def build(spec: ModelSpec, states: States, place: Place, options: EngineOptions) -> SGLangEngine:
+def build(spec: ModelSpec, states: States, place: Place, options: EngineOptions) -> Engine:
     return SGLangEngine(spec, states, place, options)

@@ -21,7 +21,7 @@ def test_one_rank_ends(
     bench: Bench, kind: str, ranks: int, tp: int, victim: int, ledger: Ledger
 ) -> None:
     fault = Fault(kind=kind, rank=victim, at=2)  # pyright: ignore[reportArgumentType]
-    bench.rows(200)
+    bench.rows(600)
     begun = time.monotonic()
     run = bench.start(f"--tp={tp}", ranks=ranks, faults=[SLOW, fault])
     assert run.wait(IN_TIME) == 1
@@ -44,7 +44,7 @@ def test_one_rank_ends(
 def test_one_rank_hangs(bench: Bench, ranks: int, tp: int, ledger: Ledger) -> None:
     victim = ranks - 1
     fault = Fault(kind="hang", rank=victim, at=2)
-    bench.rows(200)
+    bench.rows(600)
     begun = time.monotonic()
     run = bench.start(f"--tp={tp}", "--stuck-after=5", ranks=ranks, faults=[SLOW, fault])
     assert run.wait(IN_TIME) == 1
@@ -61,9 +61,9 @@ def test_one_rank_hangs(bench: Bench, ranks: int, tp: int, ledger: Ledger) -> No
 @pytest.mark.parametrize("ranks, tp", [(2, 2), (2, 1)])
 def test_one_rank_stands_still(bench: Bench, ranks: int, tp: int, ledger: Ledger) -> None:
     """SIGSTOP, as a debugger or a frozen cgroup does: not one of its threads can say anything."""
-    bench.rows(200)
+    bench.rows(600)
     begun = time.monotonic()
-    fault = Fault(kind="stop", rank=1, at=2)
+    fault = Fault(kind="stop", rank=1, at=1)
     run = bench.start(f"--tp={tp}", ranks=ranks, faults=[SLOW, fault])
     assert run.wait(IN_TIME) == 1
     seconds = time.monotonic() - begun

@@ -66,6 +66,7 @@ def test_one_rank_is_asked(bench: Bench, tp: int, victim: int, ledger: Ledger) -
     run = bench.start(f"--tp={tp}", ranks=2, faults=[SLOW])
     until_samples(bench, run)
     begun = time.monotonic()
+    time.sleep(0.5)  # the other rank has its handlers, and has loaded or not
     run.kill(victim, signal.SIGUSR2)
     run.wait(IN_TIME)
     assert set(run.codes().values()) == {75}, run.output()

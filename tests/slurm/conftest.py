@@ -1,0 +1,1 @@
+from tests.integration.conftest import bench, zygote  # noqa: F401

@@ -131,6 +131,12 @@ def allow_attention_backend(name: str) -> None:
     symbol("sglang.srt.server_args", "add_attention_backend_choices")([name])
 
 
+def wants_listed_backend(architecture: str) -> str | None:
+    """A backend's name that SGLang takes for a model with attention sinks, which it gives only to
+    backends on a list of its own; None for models that run with any."""
+    return "intel_amx" if architecture == "GptOssForCausalLM" else None
+
+
 def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:
     """ModelRunner with its weights loaded, for this rank of already initialised process groups."""
     ranks = {}

@@ -166,10 +166,11 @@ class SGLangEngine:
             "log_level": "info" if options.verbose else "error",
         }
         if options.device.type == "cpu":
-            from extractor.engine.cpu_attention import ATTENTION_BACKEND
+            from extractor.engine.cpu_attention import attention_backend
 
-            compat.allow_attention_backend(ATTENTION_BACKEND)
-            values["attention_backend"] = ATTENTION_BACKEND
+            name = attention_backend(compat.wants_listed_backend(spec.architecture))
+            compat.allow_attention_backend(name)
+            values["attention_backend"] = name
             if not _cpu_multiplies_bfloat16():
                 # Eight times faster there, and exacter; what is stored is rounded once, at the end.
                 values["dtype"] = "float32"

@@ -53,7 +53,9 @@ def main() -> None:
     if place.rank == 0:
         from extractor.reference import Reference
 
-        reference = Reference(Path(model), str(device))
+        # A wrapper that transformers does not know keeps its plain language model in there.
+        plain = Path(model) / "reference"
+        reference = Reference(plain if plain.is_dir() else Path(model), str(device))
     for text in specs:
         states = States.resolve(text, True, spec.num_layers)
         runner.mark(states)

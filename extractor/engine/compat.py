@@ -13,6 +13,7 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def installed_version() -> tuple[int, ...]:
         text = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(f"SGLang is not installed; supported:\n{SUPPORTED_TABLE}") from None
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in text.split(".")[:3])
+    # Not the digits of each part: 0.5.23+cu130 is a 0.5.23.
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
 
 
 def require_supported() -> tuple[int, ...]:

@@ -13,6 +13,8 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import logging
+import os
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -139,6 +141,11 @@ def wants_listed_backend(architecture: str) -> str | None:
     return "intel_amx" if architecture == "GptOssForCausalLM" else None
 
 
+def runs_in_bfloat16_only(architecture: str) -> bool:
+    """Whether SGLang's class makes its weights bfloat16 whatever dtype is asked for."""
+    return architecture == "GptOssForCausalLM"
+
+
 def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:
     """ModelRunner with its weights loaded, for this rank of already initialised process groups."""
     ranks = {}
@@ -242,6 +249,14 @@ def has_marks(model_class: type) -> bool:
 def architectures_with_marks() -> list[str]:
     registry = symbol("sglang.srt.models.registry", "ModelRegistry")
     return sorted(name for name, kind in registry.models.items() if has_marks(kind))
+
+
+def hide_nccl() -> None:
+    """Up to 0.5.20 SGLang opens NCCL whenever the library is there, and gives it the CPU for a GPU."""
+    if installed_version() < _NO_PS_SINCE:
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent/libnccl.so")
+        wrapper = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
+        logging.getLogger(wrapper).setLevel(logging.CRITICAL)
 
 
 # The CPU platform's memory pools ------------------------------------------------------------------

@@ -33,6 +33,9 @@ class Judgement:
 
     Attributes:
         nearest: name of the nearest reference state, or "row-1", "row+1" for a moved one.
+        nearest_whole: relative error against that one.
+        scale, scaled: what the reference is best multiplied by (median over tokens), and the error
+            that is left then.
         median, whole: relative error against float32: median over tokens, and of the whole sample.
         noise, noise_whole: the same two of transformers' own bfloat16 run.
     """
@@ -45,6 +48,9 @@ class Judgement:
     noise: float
     noise_whole: float
     floor: float = FLOOR
+    nearest_whole: float = 0.0
+    scale: float = 1.0
+    scaled: float = 0.0
 
     @property
     def good(self) -> bool:
@@ -53,6 +59,19 @@ class Judgement:
         median_good = self.median <= max(FACTOR * self.noise, self.floor)
         whole_good = self.whole <= max(WHOLE, self.floor, FACTOR * self.noise_whole)
         return self.nearest == self.name and median_good and whole_good
+
+    @property
+    def verdict(self) -> str:
+        """ "ok", or what is wrong, and what the state is instead when that can be told."""
+        if self.good:
+            return "ok"
+        close = max(WHOLE, self.floor, FACTOR * self.noise_whole)
+        if self.nearest != self.name and self.nearest_whole <= close:
+            moved = {"row-1": "this state one row late", "row+1": "this state one row early"}
+            return f"WRONG: it is {moved.get(self.nearest, 'state ' + self.nearest)}"
+        if self.scaled <= close and abs(self.scale - 1) > close:
+            return f"WRONG: it is this state times {self.scale:.2f}"
+        return "WRONG: too far from the reference"
 
 
 class Reference:
@@ -142,10 +161,15 @@ def _judge(
     if len(want) > 2:
         candidates["row-1"], candidates["row+1"] = want.roll(1, 0), want.roll(-1, 0)
     distances = {key: relative(state, value) for key, value in candidates.items()}
+    nearest = min(distances, key=lambda key: distances[key])
+    scale = float(((state * want).sum(-1) / want.square().sum(-1)).median())
     return Judgement(
         name=name,
         tokens=len(want),
-        nearest=min(distances, key=lambda key: distances[key]),
+        nearest=nearest,
+        nearest_whole=distances[nearest],
+        scale=scale,
+        scaled=relative(state / scale, want) if scale else float("inf"),
         median=median(state, want),
         whole=distances[name],
         noise=median(rounded[name], want),

@@ -106,14 +106,8 @@ def _load(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
 
 
 def _line(sample: str, j: Judgement) -> str:
-    verdict = "ok"
-    if j.nearest != j.name:
-        moved = {"row-1": "this state one row late", "row+1": "this state one row early"}
-        verdict = f"WRONG: it is {moved.get(j.nearest, 'state ' + j.nearest)}"
-    elif not j.good:
-        verdict = "WRONG: too far from the reference"
     numbers = (f"{j.median:.4f}", f"{j.noise:.4f}", f"{j.whole:.4f}")
-    return _row(sample, j.name, str(j.tokens), *numbers, j.nearest, verdict)
+    return _row(sample, j.name, str(j.tokens), *numbers, j.nearest, j.verdict)
 
 
 def _row(*cells: str) -> str:

@@ -13,6 +13,9 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import logging
+import os
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -60,7 +63,8 @@ def installed_version() -> tuple[int, ...]:
         text = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(f"SGLang is not installed; supported:\n{SUPPORTED_TABLE}") from None
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in text.split(".")[:3])
+    # Not the digits of each part: 0.5.23+cu130 is a 0.5.23.
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
 
 
 def require_supported() -> tuple[int, ...]:
@@ -129,6 +133,17 @@ def _typed(key: str, text: str, hint: Any) -> Any:
 def allow_attention_backend(name: str) -> None:
     """Let ServerArgs accept the CPU platform's own attention backend by name."""
     symbol("sglang.srt.server_args", "add_attention_backend_choices")([name])
+
+
+def wants_listed_backend(architecture: str) -> str | None:
+    """A backend's name that SGLang takes for a model with attention sinks, which it gives only to
+    backends on a list of its own; None for models that run with any."""
+    return "intel_amx" if architecture == "GptOssForCausalLM" else None
+
+
+def runs_in_bfloat16_only(architecture: str) -> bool:
+    """Whether SGLang's class makes its weights bfloat16 whatever dtype is asked for."""
+    return architecture == "GptOssForCausalLM"
 
 
 def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:
@@ -234,6 +249,14 @@ def has_marks(model_class: type) -> bool:
 def architectures_with_marks() -> list[str]:
     registry = symbol("sglang.srt.models.registry", "ModelRegistry")
     return sorted(name for name, kind in registry.models.items() if has_marks(kind))
+
+
+def hide_nccl() -> None:
+    """Up to 0.5.20 SGLang opens NCCL whenever the library is there, and gives it the CPU for a GPU."""
+    if installed_version() < _NO_PS_SINCE:
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent/libnccl.so")
+        wrapper = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
+        logging.getLogger(wrapper).setLevel(logging.CRITICAL)
 
 
 # The CPU platform's memory pools ------------------------------------------------------------------

@@ -72,6 +72,7 @@ def prepare_process(device: torch.device, place: Place, verbose: bool = False) -
     ranks = max(place.world_size, 1)
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+    compat.hide_nccl()
     # Saves a compile of the embedding's mask, 15 seconds on a small machine.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -166,11 +167,13 @@ class SGLangEngine:
             "log_level": "info" if options.verbose else "error",
         }
         if options.device.type == "cpu":
-            from extractor.engine.cpu_attention import ATTENTION_BACKEND
+            from extractor.engine.cpu_attention import attention_backend
 
-            compat.allow_attention_backend(ATTENTION_BACKEND)
-            values["attention_backend"] = ATTENTION_BACKEND
-            if not _cpu_multiplies_bfloat16():
+            name = attention_backend(compat.wants_listed_backend(spec.architecture))
+            compat.allow_attention_backend(name)
+            values["attention_backend"] = name
+            in_bfloat16 = compat.runs_in_bfloat16_only(spec.architecture)
+            if not in_bfloat16 and not _cpu_multiplies_bfloat16():
                 # Eight times faster there, and exacter; what is stored is rounded once, at the end.
                 values["dtype"] = "float32"
         return compat.server_args(values | compat.typed_args(options.sglang_args))

@@ -124,6 +124,10 @@ def extract(
     with quiet:
         config = parse(ExtractConfig, argv, "extractor extract")
     config.check()
+    if config.dry_run:
+        from extractor.dry_run import dry_run  # noqa: PLC0415  (it stands on this module)
+
+        return dry_run(config)
     stop = stop or StopSignals()
     place = Place.from_environment(config.tp)
     with stop.interrupting():

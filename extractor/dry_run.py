@@ -268,7 +268,7 @@ def weight_bytes(config: ExtractConfig, spec: ModelSpec) -> int:
             model = AutoModelForCausalLM.from_config(
                 shape, trust_remote_code=config.trust_remote_code
             )
-            model.tie_weights()  # parameters() counts a head that is the embedding once
+        model.tie_weights()  # so that a head that is the embedding is counted once
     except (ValueError, KeyError, OSError, ImportError, AttributeError):
         return spec.weight_bytes
     if getattr(shape, "quantization_config", None) is not None:

@@ -1,5 +1,7 @@
 """The light list of how a run went."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,5 +19,5 @@ def test_a_timeline_stays_light_and_keeps_the_end(steps: int, pace: float):
     if steps:
         assert points[-1][1] == steps - 1 and points[0][1] == 0
     if steps > 200:  # evenly: no gap is much longer than the others
-        gaps = [b[1] - a[1] for a, b in zip(points, points[1:-1], strict=False)]
+        gaps = [b[1] - a[1] for a, b in itertools.pairwise(points[:-1])]
         assert max(gaps) <= 4 * max(min(gaps), 1)

@@ -6,6 +6,7 @@ take their colours from the page, light or dark.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import tyro
@@ -28,23 +29,17 @@ class ReportConfig:
     """File to write; default: report.html in the folder."""
     states_of: int = 64
     """How many samples' states to read, evenly spread over the rows."""
-    show: int = 4
-    """How many samples to show with their masks."""
 
 
 def report(argv: Sequence[str]) -> int:
     """The verb: returns the exit code, raises UsageError and RunError."""
     config = parse(ReportConfig, argv, "extractor report")
-    try:
-        import matplotlib  # noqa: F401, PLC0415
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            'report needs matplotlib: pip install "hidden-state-extractor[report]"'
-        ) from (error)
+    if find_spec("matplotlib") is None:
+        raise UsageError('report needs matplotlib: pip install "hidden-state-extractor[report]"')
     from extractor.report.facts import gather  # noqa: PLC0415
     from extractor.report.page import render  # noqa: PLC0415
 
-    text = render(gather(config.folder, config.states_of, config.show))
+    text = render(gather(config.folder, config.states_of))
     page = config.page or config.folder / PAGE
     write_whole(page, [text.encode()], sync=False)
     say(f"{page} ({len(text) / 1024:,.0f} KiB)")

@@ -21,6 +21,7 @@ from extractor.records import Sample
 Floats = npt.NDArray[np.float64]
 MASKS_READ = 512
 TOKENS_SHOWN = 320
+SAMPLES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Facts:
         return float(np.median(self.lengths))
 
 
-def gather(path: Path, states_of: int, show: int) -> Facts:
+def gather(path: Path, states_of: int) -> Facts:
     """Raises UsageError for a folder that is not one of ours or holds no sample yet."""
     folder = Folder.open(path)
     if not folder.entries:
@@ -122,7 +123,7 @@ def gather(path: Path, states_of: int, show: int) -> Facts:
         tokens_read=read,
         planes=_planes(folder, lengths),
         replicas=folder.run.get("replicas", ()),
-        shown=_shown(folder, lengths, show),
+        shown=_shown(folder, lengths, SAMPLES_SHOWN),
     )
 
 

@@ -54,7 +54,8 @@ PERCENT = FuncFormatter(lambda value, _: f"{value:.0%}")
 
 def draw(paint: Callable[[Any], None], name: str, width: float = 6.4, height: float = 2.5) -> str:
     """paint(axes) onto a new figure; the SVG element. name keeps its ids apart from other pictures'."""
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+    style: Any = {**STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         paint(figure.add_subplot())
         stream = io.StringIO()

@@ -73,7 +73,7 @@ class Balanced(HTMLParser):
 
 
 def test_the_page_is_complete_in_itself(folder: Path):
-    text = render(gather(folder, 64, 4))
+    text = render(gather(folder, 64))
     page = Balanced()
     page.feed(text)
     assert page.open == [] and page.fetched == []
@@ -97,12 +97,12 @@ def test_every_layout_has_a_page(tmp_path: Path, name: str):
 
 
 def test_facts_are_counted_over_all_samples(folder: Path):
-    facts = gather(folder, 3, 2)
+    facts = gather(folder, 3)
     samples = make_samples()
     assert facts.tokens == sum(map(len, samples))
     assert facts.supervised_tokens == sum(int(s.loss_mask.sum()) for s in samples)
     assert [state.name for state in facts.states] == ["embed", "1", "3", "5", "final"]
-    assert len(facts.shown) == 2
+    assert len(facts.shown) == 4
     assert sum(facts.planes.values()) == int(facts.bytes.sum())
 
 

@@ -25,7 +25,7 @@ from extractor.config import ExtractConfig
 from extractor.data.prepare import prepare
 from extractor.engine import sglang as engine_sglang
 from extractor.journal import Journal
-from extractor.layout import native_planes
+from extractor.layouts import LAYOUTS
 from extractor.model import ModelSpec
 from extractor.pipeline import DTYPES, Prefetch, Waits, pump
 from extractor.records import Batch
@@ -33,6 +33,7 @@ from extractor.signals import StopSignals
 from extractor.states import States
 from extractor.topology import Place, World
 from extractor.transfer import HostRing, Stager
+from extractor.watch import Watch
 from extractor.writer import Writer
 
 
@@ -75,7 +76,13 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
     rows = write_rows(work / "rows.jsonl", lengths(args.samples, args.longest), spec.vocab_size)
     config = ExtractConfig(model=model, data=(str(rows),), output=work / "prepared")
     store = prepare(config, spec, lambda _: None)
-    planes = native_planes(states.names, spec.hidden_size, DTYPES[spec.dtype])
+    layout = LAYOUTS["native"](
+        stored=states.names,
+        hidden=spec.hidden_size,
+        dtype=DTYPES[spec.dtype],
+        model=spec.path.name,
+    )
+    planes = layout.planes
     budget = memory.choose(
         spec,
         device=device.type,
@@ -122,7 +129,7 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         _synchronize(device)
         return time.perf_counter() - mark
 
-    stop = StopSignals()
+    watch = Watch(world.board(), 0, 1, StopSignals(), stuck_after=0)
 
     def whole() -> tuple[float, int, Waits]:
         engine.mark(states)
@@ -136,12 +143,11 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
             output,
             journal,
             ring,
-            model=spec.path.name,
-            states=str(states),
+            layout=layout,
             threads=args.writers,
         )
         source = Prefetch(iter(range(len(batches))), lambda n: batches[n])
-        pump(engine, world, source, stager, ring, writer, waits, stop, lambda: None)
+        pump(engine, world, source, stager, ring, writer, waits, watch, lambda: None)
         seconds = time.perf_counter() - mark
         journal.close()
         assert writer.progress.samples == len(store.lengths), writer.progress

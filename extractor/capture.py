@@ -37,7 +37,7 @@ class Capture:
     def __init__(self, backbone: nn.Module, states: States) -> None:
         if not supports_capture(backbone):
             raise UsageError(f"{type(backbone).__name__} has no capture marks")
-        self._states, self._backbone = states, backbone
+        self.states, self._backbone = states, backbone
         layers: Sequence[nn.Module] = backbone.layers  # pyright: ignore[reportAssignmentType]
         self._layers = layers
         last = states.num_layers - 1
@@ -60,12 +60,12 @@ class Capture:
         Raises CaptureError when one is missing, which says that the model took a path around the
         hooks."""
         seen, self._seen = self._seen, {}
-        missing = [name for name in self._states.names if name not in seen]
+        missing = [name for name in self.states.names if name not in seen]
         if missing:
             raise CaptureError(
-                f"asked for states {self._states}; the model did not hand out {', '.join(missing)}"
+                f"asked for states {self.states}; the model did not hand out {', '.join(missing)}"
             )
-        return {name: seen[name] for name in self._states.names}
+        return {name: seen[name] for name in self.states.names}
 
     def remove(self) -> None:
         """Take hooks and marks away: the backbone is as it was."""
@@ -88,7 +88,7 @@ class Capture:
     def _on_norm(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # norm(x, residual) returns (normed, x + residual); norm(x) alone normed the stream itself.
         stream = output[1] if isinstance(output, tuple) else args[0]
-        self._seen[str(self._states.num_layers - 1)] = stream
+        self._seen[str(self.states.num_layers - 1)] = stream
 
     def _on_backbone(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor:
         hidden, aux = output if isinstance(output, tuple) else (output, ())
@@ -103,7 +103,7 @@ class Capture:
         if len(aux) != len(self._marked):
             raise CaptureError(f"{len(self._marked)} layers are marked; {len(aux)} states came")
         self._seen.update(zip(map(str, self._marked), aux, strict=True))
-        if FINAL in self._states.names:
+        if FINAL in self.states.names:
             self._seen[FINAL] = hidden
         return hidden
 

@@ -57,6 +57,8 @@ class DataConfig:
     """Use only this many rows: the first, or with --shuffle-seed a fixed random choice."""
     shuffle_seed: int | None = None
     """Choose --limit's rows at random, the same for the same seed."""
+    draft_vocab_size: int | None = None
+    """Also write vocab/d2t and t2d for a drafter of this many tokens, the most frequent ones."""
     trust_remote_code: bool = False
     """Let the model's and the tokenizer's own Python code run."""
     workers: int | None = None
@@ -124,7 +126,15 @@ class ExtractConfig(DataConfig):
 
     def check(self) -> None:
         """Raises UsageError for what is wrong whatever the model and the machine are."""
-        for name in ("tp", "batch_tokens", "max_length", "writers", "limit", "workers"):
+        for name in (
+            "tp",
+            "batch_tokens",
+            "max_length",
+            "writers",
+            "limit",
+            "workers",
+            "draft_vocab_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: wanted 1 or more")

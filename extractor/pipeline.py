@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from extractor import fingerprint, memory, plan
 from extractor.config import ExtractConfig, invocation, parse
 from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
+from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Backend, Engine, EngineOptions
 from extractor.errors import RunError, UsageError, disk_error
@@ -53,7 +55,7 @@ from extractor.store import (
     sweep_temporaries,
     sweep_temporaries_of,
 )
-from extractor.topology import Place, World, record_error
+from extractor.topology import Place, World, is_broken_connection, record_error
 from extractor.transfer import HostRing, Stager
 from extractor.watch import Watch
 from extractor.writer import Writer
@@ -61,7 +63,7 @@ from extractor.writer import Writer
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
-PREPARED = "prepared"
+PREPARED, VOCAB = "prepared", "vocab"
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -173,6 +175,10 @@ def _watched(
         return _stop_early(place, watch)
     except OSError as error:
         raise disk_error(error) from error
+    except RuntimeError as error:
+        if is_broken_connection(error):
+            raise watch.reason_for(error) from error
+        raise
 
 
 def _lead_and_work(
@@ -209,6 +215,7 @@ def _exit_code(error: BaseException) -> int:
 def _stop_early(place: Place, watch: Watch) -> int:
     """A signal came before there was anything to drain."""
     watch.say_stopping()
+    watch.check_board()
     if place.rank == 0:
         watch.check_everyone_stops()
         watch.last_words("stopped", "")
@@ -259,12 +266,12 @@ def _lead(
     index, count = config.shard_index
     run_path = _run_path(config)
     before = check_output(config.output)
+    if before is None:
+        backend.check_model(spec, place, config.sglang_args)
+        stages["import"] = time.perf_counter() - begun
     lock = FolderLock(config.output, say)
     if count == 1:
         lock.rows(0, ALL_ROWS)
-    if before is None:
-        backend.check_model(spec, place)
-        stages["import"] = time.perf_counter() - begun
     mark = time.perf_counter()
     try:
         with lock.alone("preparing the rows"):
@@ -298,6 +305,8 @@ def _lead(
     with lock.alone("writing rejects.jsonl"):
         sweep_temporaries_of(config.output / REJECTS)
         write_rejects(config.output, [*store.rejects, *done.rejected.values()])
+    with lock.alone("writing vocab/"):
+        _write_vocabulary(config, spec, store)
     if not len(left):
         return Job(answer=_finish(lead, "complete")), None
     budget = memory.choose(
@@ -316,7 +325,7 @@ def _lead(
         f"{budget.host_bytes / memory.GIB:.1f} GiB of states in host memory"
     )
     if before is not None:
-        backend.check_model(spec, place)
+        backend.check_model(spec, place, config.sglang_args)
     write_run(run_path, lead.run)
     job = Job(
         model=str(spec.path),
@@ -387,6 +396,15 @@ def _prepare(config: ExtractConfig, spec: ModelSpec) -> PreparedStore:
         return prepare(config, spec, say, lambda count, _total: line.set(count))
     finally:
         line.close()
+
+
+def _write_vocabulary(config: ExtractConfig, spec: ModelSpec, store: PreparedStore) -> None:
+    """How often each token is supervised, over all rows, and a drafter's vocabulary if asked for."""
+    folder, size = config.output / VOCAB, config.draft_vocab_size
+    if (folder / "token_freq.safetensors").exists() and not size:
+        return
+    counts = TokenCounts.of(store, spec.vocab_size)
+    write_vocab(folder, counts, draft_vocabulary(counts, size) if size else None)
 
 
 def _say_rest(store: PreparedStore, selected: np.ndarray, done: Done, left: np.ndarray) -> None:
@@ -519,7 +537,7 @@ def _work(
     spec = lead.spec if lead else ModelSpec.read(job.model)
     states = States(tuple(job.states), spec.num_layers)
     mark = time.perf_counter()
-    watch.stage = "load"
+    watch.enter("load")
     with watch.stop.interrupting():
         world.join_replica(device)
         engine = backend.build(
@@ -536,9 +554,13 @@ def _work(
                 verbose=config.verbose,
             ),
         )
-    watch.stage = "run"
+        loaded = time.perf_counter()
+        proof = engine.self_check() if config.self_check else None
+    watch.enter("run")
     if lead:
-        lead.stages["load"] = time.perf_counter() - mark
+        lead.stages["load"] = loaded - mark
+        lead.stages["self_check"] = time.perf_counter() - loaded
+        lead.run["self_check"] = asdict(proof) if proof else None
         lead.run["engine"] = engine.info.details
         write_run(lead.run_path, lead.run)
     if not place.is_writer:
@@ -574,6 +596,9 @@ def _write_all(
     watch: Watch,
 ) -> tuple[bool, dict[str, Any]]:
     """A writer's run: its replica's batches from the shared counter to files."""
+    # The loop launches hundreds of kernels a batch and asks for the interpreter at each; writers that
+    # keep it for the usual 5 ms would starve the device.
+    sys.setswitchinterval(0.0005)
     budget = Budget(**job.budget)
     layout = _layout(config.layout, job.stored, spec, DTYPES[job.dtype], store)
     ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")

@@ -221,6 +221,13 @@ def _store_errors() -> Generator[None]:
         ) from error
 
 
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone: that rank's reason is the reason."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
+
+
 def record_error(error: BaseException) -> None:
     """Write torchrun's error file, so that it names this rank and its error as the root cause."""
     handler = get_error_handler()

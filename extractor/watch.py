@@ -11,6 +11,7 @@ a disk slower than the model. Those wait outside of steps.
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -36,6 +37,8 @@ STOP_SECONDS = 25.0
 EVERYONE_SECONDS = 8.0
 # A rank inside a collective waits for another: that one has the first word.
 WAITER_SECONDS = 6.0
+# From a broken connection to knowing whose end broke it.
+REASON_SECONDS = 4.0
 FIRST_STEP_SECONDS = 600.0  # kernels are compiled in it
 SLOWER = 20.0
 
@@ -125,7 +128,7 @@ class Watch:
         self._said_stop = False
         self._closed = threading.Event()
         self._beating = threading.Lock()
-        self.stage = "prepare"
+        self._stage = "prepare"
         # What is left to do for a rank that must leave in a hurry: (status, reason).
         self.last_words: Callable[[str, str], None] = lambda status, reason: None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -133,12 +136,20 @@ class Watch:
     def start(self) -> None:
         self._thread.start()
 
+    def enter(self, stage: str) -> None:
+        """From now on in this stage ("prepare", "load", "run"); said at once, so that what happens in
+        the next second is not judged by the last one's measure."""
+        with self._beating:
+            self._stage = stage
+            self._beat()
+
     def close(self) -> None:
         """This rank's part is over: what happens to others is no matter, nor is its own end."""
         with self._beating:
             self._closed.set()
+            self._stage = "end"
             with contextlib.suppress(RunError):
-                self._board.post(f"beat/{self._rank}", [self._beats, "end", self._life.note])
+                self._beat()
 
     # For the threads that work ----------------------------------------------------------------
 
@@ -147,10 +158,25 @@ class Watch:
         if self._failure is not None:
             raise self._heard(self._failure)
 
+    def check_board(self) -> None:
+        """check(), with a look at the board first: torchrun sends SIGTERM after a rank has failed."""
+        if failure := self._board.look(FAILED):
+            raise self._heard(failure)
+
     def _heard(self, failure: dict[str, Any]) -> RunError:
         if failure["rank"] == self._rank:
             return RunError(failure["text"])
         return PeerError(failure["text"], elsewhere=failure["host"] != socket.gethostname())
+
+    def reason_for(self, error: BaseException) -> RunError:
+        """Why a connection to another rank broke: what that rank said, or that it died without a
+        word, once this is known; else the error itself."""
+        end = time.monotonic() + REASON_SECONDS
+        while time.monotonic() < end and not self._closed.is_set():
+            if self._failure is not None:
+                return self._heard(self._failure)
+            time.sleep(0.05)
+        return RunError(f"the connection to another rank broke: {error}")
 
     @contextlib.contextmanager
     def step(self, kind: str, what: str, tokens: int) -> Generator[None]:
@@ -209,12 +235,15 @@ class Watch:
             self._end(EXIT_FAILED, error)
 
     def _tick(self) -> None:
-        self._beats += 1
-        self._board.post(f"beat/{self._rank}", [self._beats, self.stage, self._life.note])
+        self._beat()
         self._hear_failure()
         self._pass_on_stop()
         self._look_at_neighbour()
         self._look_at_own_steps()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._board.post(f"beat/{self._rank}", [self._beats, self._stage, self._life.note])
 
     def _hear_failure(self) -> None:
         if self._failure is None:
@@ -259,6 +288,8 @@ class Watch:
         elif self._unchanged > SILENT_BEATS[stage]:
             seconds = self._unchanged * BEAT_SECONDS
             text = f"rank {self._neighbour} has given no sign of life for {seconds:.0f} s"
+            # It does not hear torchrun's SIGTERM either, which waits 30 seconds for it.
+            self._life.end(note)
         else:
             return
         self._publish(text, stuck=True)
@@ -311,6 +342,13 @@ class Life:
         """Whether the process of another's note has ended, as far as can be seen from here."""
         space, pid, began = note
         return space == self.note[0] and _began(pid) != began
+
+    def end(self, note: list[Any]) -> None:
+        """Kill that process, when it can be seen from here that it is the one of the note."""
+        space, pid, began = note
+        if space == self.note[0] and began and _began(pid) == began:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _began(pid: int) -> int:

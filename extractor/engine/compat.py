@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import inspect
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,20 +87,25 @@ def symbol(module: str, name: str) -> Any:
 # Server arguments ---------------------------------------------------------------------------------
 
 
-def server_args(values: dict[str, Any], user: dict[str, str]) -> Any:
-    """ServerArgs from our own values and the user's --sglang KEY=VALUE, which win.
+def typed_args(user: Mapping[str, str]) -> dict[str, Any]:
+    """The user's --sglang KEY=VALUE as values of ServerArgs' own types.
 
     Raises UsageError for an unknown key, naming the nearest, and for a value of another type."""
     kind = symbol("sglang.srt.server_args", "ServerArgs")
     fields = list(inspect.signature(kind).parameters)
     hints = typing.get_type_hints(kind)
+    typed: dict[str, Any] = {}
     for key, text in user.items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UsageError(f"--sglang {key}: no such field of SGLang's ServerArgs{hint}")
-        values[key] = _typed(key, text, hints.get(key, str))
-    return kind(**values)
+        typed[key] = _typed(key, text, hints.get(key, str))
+    return typed
+
+
+def server_args(values: dict[str, Any]) -> Any:
+    return symbol("sglang.srt.server_args", "ServerArgs")(**values)
 
 
 def _typed(key: str, text: str, hint: Any) -> Any:

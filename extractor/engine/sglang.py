@@ -4,12 +4,13 @@ are ours, one ForwardBatch a step, without padding, and nothing of one survives 
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
@@ -17,6 +18,7 @@ from extractor.engine.base import EngineInfo, EngineOptions
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
+from extractor.selfcheck import PROMPT_TOKENS, SelfCheck, self_check
 from extractor.states import States
 from extractor.topology import Place
 
@@ -24,6 +26,21 @@ logger = logging.getLogger(__name__)
 
 # SGLang writes the keys and values of padding tokens to slot 0.
 FIRST_SLOT = 1
+
+# ServerArgs that split a model or its batches in ways that leave a rank's stream a part of the whole,
+# or in other ranks' hands: each has one value that is right here.
+SINGLE: dict[str, Any] = {
+    "pp_size": 1,
+    "dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "moe_dp_size": 1,
+    "nnodes": 1,
+    "enable_dp_attention": False,
+    "enable_two_batch_overlap": False,
+    "speculative_algorithm": None,
+    "enable_lora": False,
+}
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:
@@ -61,7 +78,7 @@ def prepare_process(device: torch.device, place: Place, verbose: bool = False) -
     torch.set_num_threads(max(len(cores) // local, 1))
 
 
-def check_model(spec: ModelSpec, place: Place) -> None:
+def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
     """Refuse what cannot run, before any weight is read. Raises UsageError."""
     if spec.num_heads % place.tp:
         raise UsageError(
@@ -74,6 +91,12 @@ def check_model(spec: ModelSpec, place: Place) -> None:
             f"tensor parallelism of {place.tp} and the model's {spec.num_kv_heads} key-value heads: "
             "neither divides the other"
         )
+    for name, value in compat.typed_args(sglang_args).items():
+        if value != SINGLE.get(name, value):
+            raise UsageError(
+                f"--sglang {name}={value}: not supported here; split the model with --tp, and run "
+                "replicas of it by starting more ranks"
+            )
     model_class = compat.model_class(spec.architecture)
     if model_class is None or not compat.has_marks(model_class):
         raise UsageError(
@@ -150,11 +173,7 @@ class SGLangEngine:
             if not _cpu_multiplies_bfloat16():
                 # Eight times faster there, and exacter; what is stored is rounded once, at the end.
                 values["dtype"] = "float32"
-        args = compat.server_args(values, options.sglang_args)
-        for name, single in (("pp_size", 1), ("dp_size", 1), ("enable_dp_attention", False)):
-            if getattr(args, name) != single:
-                raise UsageError(f"--sglang {name}={getattr(args, name)}: not supported, use --tp")
-        return args
+        return compat.server_args(values | compat.typed_args(options.sglang_args))
 
     @cached_property
     def info(self) -> EngineInfo:
@@ -191,6 +210,25 @@ class SGLangEngine:
             for name, state in self._run(ids, (len(ids),), prefix=start, more=more).items():
                 pieces.setdefault(name, []).append(state.clone() if more else state)
         return CapturedBatch(batch, {name: torch.cat(parts) for name, parts in pieces.items()})
+
+    @torch.no_grad()
+    def self_check(self) -> SelfCheck:
+        """Prove the captured states on a short prompt; all tp ranks call it together. RunError."""
+        ids = torch.arange(1, PROMPT_TOKENS + 1) * 97 % self._runner.model_config.vocab_size
+
+        def run() -> dict[str, torch.Tensor]:
+            return self._run(ids, (len(ids),))
+
+        return self_check(run, self._backbone, self.capture.states, self._across_ranks)
+
+    def _across_ranks(self, state: torch.Tensor) -> float:
+        if self._args.tp_size == 1:
+            return 0.0
+        first = state.float().clone()
+        dist.broadcast(first, 0)
+        difference = (state.float() - first).norm() / first.norm().clamp_min(1e-30)
+        dist.all_reduce(difference, dist.ReduceOp.MAX)
+        return float(difference)
 
     def active_parameters(self) -> int:
         """Weights of the decoder layers that a token meets on this rank: routed experts count by the

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import time
 
@@ -12,7 +13,7 @@ from tests.support import folder
 from tests.support.faults import Fault, power_cut
 from tests.support.ledger import Injection, Ledger
 
-SLOW = Fault(kind="slow_pass", seconds=0.03, restart=None)
+SLOW = Fault(kind="slow_pass", seconds=0.08, restart=None)
 
 
 def kill_at_random(bench: Bench, rng: random.Random) -> str:
@@ -63,7 +64,7 @@ def kill_many_times(bench: Bench, times: int, seed: int, ledger: Ledger) -> None
             killed[what] = killed.get(what, 0) + 1
         elif len(after) == len(folder.rows_of(bench.data)):
             folder.assert_complete(bench.output, bench.data, STATES)
-            bench.output.rename(bench.folder / f"done-{sum(killed.values())}")
+            shutil.rmtree(bench.output)
     before = folder.snapshot(bench.output)
     assert bench.run(ranks=2).code == 0
     folder.assert_complete(bench.output, bench.data, STATES)
@@ -109,7 +110,7 @@ def test_power_cuts(bench: Bench, durability: str, ledger: Ledger) -> None:
             for row, path in folder.samples(bench.output).items():
                 if row in folder.snapshot(bench.output):
                     folder.assert_sample(path, folder.rows_of(bench.data)[row], STATES)
-    assert cuts >= 3 and changed >= 3, "the interesting case did not come up"
+    assert cuts >= 3 and changed >= 1, "the interesting case did not come up"
     assert bench.run("--durability", durability).code == 0
     folder.assert_complete(bench.output, bench.data, STATES)
     ledger.add(Injection(group="power cut", fault=f"--durability {durability}", times=cuts))

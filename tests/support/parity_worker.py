@@ -32,7 +32,7 @@ def main() -> None:
     engine.prepare_process(device, place)
     world = World(place)
     spec = ModelSpec.read(model)
-    engine.check_model(spec, place)
+    engine.check_model(spec, place, sglang_args)
     world.join_replica(device)
     options = engine.EngineOptions(
         device=device,
@@ -51,12 +51,13 @@ def main() -> None:
     long = Batch(1, (LONG,), pool[sum(LENGTHS) :])
     reference = None
     if place.rank == 0:
-        from tests.support.reference import Reference
+        from extractor.reference import Reference
 
         reference = Reference(Path(model), str(device))
     for text in specs:
         states = States.resolve(text, True, spec.num_layers)
         runner.mark(states)
+        proof = runner.self_check()
         results = []
         for each in (batch, long):
             captured = runner.forward(each)
@@ -72,7 +73,11 @@ def main() -> None:
                 judged = reference.judge(each.input_ids[begin:end], part)
                 results += [{**asdict(j), "good": j.good, "repeats": equal} for j in judged]
         if reference is not None:
-            print("PARITY", json.dumps({"layers": text, "results": results}), flush=True)
+            print(
+                "PARITY",
+                json.dumps({"layers": text, "results": results, "self_check": asdict(proof)}),
+                flush=True,
+            )
     world.leave()
 
 

@@ -92,6 +92,13 @@ class Run:
             for path in self.folder.glob("error-*")
         }
 
+    def error_times(self) -> dict[int, float]:
+        """Rank to when it wrote its error file; torchrun shows the first as the root cause."""
+        return {
+            int(path.name.split("-")[1]): path.stat().st_mtime
+            for path in self.folder.glob("error-*")
+        }
+
 
 def _kill(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):

@@ -14,14 +14,15 @@ same reason a sample of fewer than FEW tokens is held to identity and SHORT alon
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 FACTOR, FLOOR, WHOLE = 1.5, 0.004, 0.04
 FEW, SHORT = 8, 0.2
+FLOOR_FP8 = 0.04  # three bits of mantissa
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,47 +44,45 @@ class Judgement:
     whole: float
     noise: float
     noise_whole: float
+    floor: float = FLOOR
 
     @property
     def good(self) -> bool:
         if self.tokens < FEW:
             return self.nearest == self.name and self.whole <= SHORT
-        median_good = self.median <= max(FACTOR * self.noise, FLOOR)
-        whole_good = self.whole <= max(WHOLE, FACTOR * self.noise_whole)
+        median_good = self.median <= max(FACTOR * self.noise, self.floor)
+        whole_good = self.whole <= max(WHOLE, self.floor, FACTOR * self.noise_whole)
         return self.nearest == self.name and median_good and whole_good
 
 
 class Reference:
-    """The states of one checkpoint by transformers, in float32 and in bfloat16."""
+    """The states of one checkpoint by transformers, in float32 and in bfloat16.
 
-    def __init__(self, path: Path, device: str = "cpu") -> None:
-        self._path, self._device = path, device
+    A model that does not fit on one device is spread over all of them, the host and the disk by
+    accelerate's device_map.
 
-    @cached_property
-    def _exact(self) -> torch.nn.Module:
-        return self._load(torch.float32)
+    Args:
+        path: the checkpoint's folder.
+        device: "cpu", "cuda", or "auto" for accelerate's device_map.
+    """
 
-    @cached_property
-    def _rounded(self) -> torch.nn.Module:
-        return self._load(torch.bfloat16)
-
-    def _load(self, dtype: torch.dtype) -> torch.nn.Module:
-        model = AutoModelForCausalLM.from_pretrained(self._path, dtype=dtype)
-        return model.eval().to(self._device)
+    def __init__(self, path: Path, device: str = "cpu", trust_remote_code: bool = False) -> None:
+        self._path, self._device, self._trust = path, device, trust_remote_code
+        self._models: dict[torch.dtype, Any] = {}
 
     def states(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
-        """embed, 0 .. n-1 and final for ids [T]: float32 [T, H] each."""
-        model = self._exact if dtype == torch.float32 else self._rounded
+        """embed, 0 .. n-1 and final for ids [T]: float32 [T, H] each, on the CPU."""
+        model = self._model(dtype)
         outputs: list[torch.Tensor] = []
-        inner = getattr(model.model, "language_model", model.model)
         hooks = [
             layer.register_forward_hook(
                 lambda _m, _a, out: outputs.append(out[0] if isinstance(out, tuple) else out)
             )
-            for layer in inner.layers
+            for layer in _layers(model)
         ]
+        first = next(model.parameters()).device
         with torch.no_grad():
-            result = model(ids.unsqueeze(0).to(self._device), output_hidden_states=True)
+            result = model(ids.unsqueeze(0).to(first), output_hidden_states=True, use_cache=False)
         for hook in hooks:
             hook.remove()
         width = outputs[0].shape[-1]
@@ -92,13 +91,51 @@ class Reference:
         named["final"] = result.hidden_states[-1][0]
         return {name: state.float().cpu() for name, state in named.items()}
 
-    def judge(self, ids: torch.Tensor, states: Tensors) -> list[Judgement]:
+    def judge(self, ids: torch.Tensor, states: Tensors, floor: float = FLOOR) -> list[Judgement]:
+        """States [T, H] by name against those of ids [T]."""
         exact = self.states(ids)
         rounded = self.states(ids, torch.bfloat16)
-        return [_judge(name, state.float().cpu(), exact, rounded) for name, state in states.items()]
+        return judge(states, exact, rounded, floor)
+
+    def forget(self) -> None:
+        """Let the weights go, of both precisions."""
+        self._models.clear()
+
+    def _model(self, dtype: torch.dtype) -> Any:
+        if dtype not in self._models:
+            spread = {"device_map": "auto"} if self._device == "auto" else {}
+            model = AutoModelForCausalLM.from_pretrained(
+                self._path, dtype=dtype, trust_remote_code=self._trust, **spread
+            )
+            if self._device != "auto":
+                model = model.to(self._device)
+            self._models[dtype] = model.eval()
+        return self._models[dtype]
 
 
-def _judge(name: str, state: torch.Tensor, exact: Tensors, rounded: Tensors) -> Judgement:
+def _layers(model: Any) -> Any:
+    """The decoder layers, also of a multimodal wrapper."""
+    for path in ("model.layers", "model.language_model.layers", "language_model.model.layers"):
+        module = model
+        for part in path.split("."):
+            module = getattr(module, part, None)
+        if module is not None:
+            return module
+    raise ValueError(f"no decoder layers found in {type(model).__name__}")
+
+
+def judge(
+    states: Tensors, exact: Tensors, rounded: Tensors, floor: float = FLOOR
+) -> list[Judgement]:
+    """Each state against the float32 and the bfloat16 ones of the same ids."""
+    return [
+        _judge(name, state.float().cpu(), exact, rounded, floor) for name, state in states.items()
+    ]
+
+
+def _judge(
+    name: str, state: torch.Tensor, exact: Tensors, rounded: Tensors, floor: float
+) -> Judgement:
     want = exact[name]
     assert state.shape == want.shape, (name, state.shape, want.shape)
     candidates = dict(exact)
@@ -113,6 +150,7 @@ def _judge(name: str, state: torch.Tensor, exact: Tensors, rounded: Tensors) -> 
         whole=distances[name],
         noise=median(rounded[name], want),
         noise_whole=relative(rounded[name], want),
+        floor=floor,
     )
 
 

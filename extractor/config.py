@@ -103,7 +103,12 @@ class ExtractConfig(DataConfig):
     self_check: bool = True
     """Prove the captured layers on a short prompt before the run."""
     dry_run: bool = False
-    """Print rows, tokens, batches and bytes, and stop."""
+    """Print rows, tokens, batches, bytes on disk and memory, and stop; what was tokenized is kept
+    for the run."""
+    json: bool = False
+    """With --dry-run: print JSON, for scripts."""
+    tokens_per_second: float | None = None
+    """With --dry-run: estimate the time, at this rate of all replicas together."""
     verbose: bool = False
     """Show SGLang's own log too."""
 
@@ -138,6 +143,10 @@ class ExtractConfig(DataConfig):
         if self.host_memory is not None and self.host_memory <= 0:
             raise UsageError(f"--host-memory {self.host_memory}: wanted GiB above 0")
         _ = self.shard_index, self.sglang_args
+        if not self.dry_run and (self.json or self.tokens_per_second is not None):
+            raise UsageError("--json and --tokens-per-second go with --dry-run")
+        if self.tokens_per_second is not None and self.tokens_per_second <= 0:
+            raise UsageError(f"--tokens-per-second {self.tokens_per_second}: wanted more than 0")
         if self.shuffle_seed is not None and self.limit is None:
             raise UsageError("--shuffle-seed chooses the rows of --limit: give --limit too")
 

@@ -12,26 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import tyro
 
 from extractor import fingerprint
 from extractor.config import LayoutName, StoredDtype, parse
 from extractor.errors import RunError, UsageError
-from extractor.journal import (
-    JOURNAL,
-    REJECTS,
-    RUN,
-    Entry,
-    Journal,
-    find_done,
-    read_entries,
-    read_run,
-    write_run,
-)
+from extractor.folder import Folder, counted, layout_of
+from extractor.journal import JOURNAL, REJECTS, RUN, Entry, Journal, find_done, read_run, write_run
 from extractor.layout import encode, finite_rows
-from extractor.layouts import LAYOUTS, Layout, Numbering
+from extractor.layouts import LAYOUTS, Layout
 from extractor.progress import ProgressLine, say
 from extractor.records import Reject, Sample
 from extractor.states import FINAL, States
@@ -62,7 +51,7 @@ class ConvertConfig:
 def convert(argv: Sequence[str]) -> int:
     """The verb: returns the exit code, raises UsageError and RunError."""
     config = parse(ConvertConfig, argv, "extractor convert")
-    source = Source.open(config.source)
+    source = Folder.open(config.source)
     target = _target(config, source)
     before = _refuse_others(config, source, target)
     run = _describe(config, source, target)
@@ -79,95 +68,7 @@ def convert(argv: Sequence[str]) -> int:
     return EXIT_REJECTS if rejected else EXIT_OK
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A folder to read from.
-
-    Attributes:
-        folder: where it is.
-        run: its run.json.
-        entries: the last journal line of each sample, in (row, turn) order.
-        layout: as it was written.
-        num_layers: of the model.
-    """
-
-    folder: Path
-    run: dict[str, Any]
-    entries: list[Entry]
-    layout: Layout
-    num_layers: int
-
-    @classmethod
-    def open(cls, folder: Path) -> "Source":
-        """Raises UsageError for a folder that is not one of ours."""
-        runs = sorted(folder.glob("run*.json"))
-        if not runs:
-            raise UsageError(f"{folder}: no {RUN} there, so it is not a folder that extract wrote")
-        run = read_run(runs[0])
-        assert run is not None
-        entries = _finished(folder)
-        layout = _layout(
-            run.get("layout", "native"),
-            tuple(run["layers"]),
-            run["dtype"],
-            run["model"],
-            _numbering(folder, run, entries),
-        )
-        return cls(folder, run, entries, layout, int(run["model"]["num_layers"]))
-
-    def load(self, entry: Entry) -> tuple[Sample, dict[str, torch.Tensor]]:
-        """Raises RunError when the file is not as its journal line says."""
-        path = self.folder / self.layout.path(entry.row, entry.turn)
-        loaded = self.layout.load(path, entry.size)
-        sample = Sample(
-            row=entry.row,
-            turn=entry.turn,
-            id=entry.id,
-            source=str(path),
-            input_ids=loaded.input_ids,
-            loss_mask=loaded.loss_mask,
-        )
-        return sample, dict(loaded.states)
-
-
-def _finished(folder: Path) -> list[Entry]:
-    entries: dict[tuple[int, int], Entry] = {}
-    for entry in read_entries(folder):
-        if entry.reject is None:
-            entries[entry.row, entry.turn] = entry
-    return [entries[key] for key in sorted(entries)]
-
-
-def _numbering(folder: Path, run: dict[str, Any], entries: Sequence[Entry]) -> Numbering:
-    """How the folder's own files were counted: by the prepared store of a run, or, in a folder that
-    convert wrote, by its samples."""
-    prepared = run.get("prepared")
-    if prepared and (folder / prepared).is_dir():
-        from extractor.data.store import PreparedStore  # noqa: PLC0415
-
-        store = PreparedStore.open(folder / prepared)
-        return Numbering(store.rows, store.turns)
-    return _count(entries)
-
-
-def _count(entries: Sequence[Entry]) -> Numbering:
-    rows = np.array([entry.row for entry in entries], np.int64)
-    return Numbering(rows, np.array([entry.turn for entry in entries], np.int16))
-
-
-def _layout(
-    name: str, stored: tuple[str, ...], dtype: str, model: dict[str, Any], numbering: Numbering
-) -> Layout:
-    return LAYOUTS[name](
-        stored=stored,
-        hidden=int(model["hidden_size"]),
-        dtype=getattr(torch, dtype),
-        model=Path(model["path"]).name,
-        numbering=numbering,
-    )
-
-
-def _target(config: ConvertConfig, source: Source) -> Layout:
+def _target(config: ConvertConfig, source: Folder) -> Layout:
     """The layout to write. Raises UsageError when the folder lacks a state that it needs."""
     there = source.layout.captured
     asked = States.resolve(config.layers or ",".join(there), FINAL in there, source.num_layers)
@@ -183,11 +84,11 @@ def _target(config: ConvertConfig, source: Source) -> Layout:
     if dropped:
         say(f"--layout {config.layout} does not keep state {', '.join(dropped)}")
     dtype = source.run["dtype"] if config.dtype == "auto" else config.dtype
-    numbering = _count(source.entries)
-    return _layout(config.layout, stored, dtype, source.run["model"], numbering)
+    numbering = counted(source.entries)
+    return layout_of(config.layout, stored, dtype, source.run["model"], numbering)
 
 
-def _parts(source: Source, target: Layout) -> dict[str, str]:
+def _parts(source: Folder, target: Layout) -> dict[str, str]:
     """What a run that had written the folder in this layout would call itself."""
     changed = {
         "layers": ",".join(target.stored),
@@ -197,7 +98,7 @@ def _parts(source: Source, target: Layout) -> dict[str, str]:
     return {**source.run["parts"], **changed}
 
 
-def _refuse_others(config: ConvertConfig, source: Source, target: Layout) -> dict[str, Any] | None:
+def _refuse_others(config: ConvertConfig, source: Folder, target: Layout) -> dict[str, Any] | None:
     if config.output.resolve() == config.source.resolve():
         raise UsageError(f"{config.output} is the source itself: choose a new folder")
     before = read_run(config.output / RUN)
@@ -210,7 +111,7 @@ def _refuse_others(config: ConvertConfig, source: Source, target: Layout) -> dic
     return before
 
 
-def _describe(config: ConvertConfig, source: Source, target: Layout) -> dict[str, Any]:
+def _describe(config: ConvertConfig, source: Folder, target: Layout) -> dict[str, Any]:
     parts = _parts(source, target)
     kept = {key: value for key, value in source.run.items() if key != "prepared"}
     return {
@@ -225,14 +126,14 @@ def _describe(config: ConvertConfig, source: Source, target: Layout) -> dict[str
     }
 
 
-def _left(config: ConvertConfig, source: Source, target: Layout) -> list[Entry]:
+def _left(config: ConvertConfig, source: Folder, target: Layout) -> list[Entry]:
     assert target.numbering is not None
-    counted = target.numbering
-    done = find_done(config.output, counted.rows, counted.turns, target.path)
+    rows, turns = target.numbering.rows, target.numbering.turns
+    done = find_done(config.output, rows, turns, target.path)
     return [e for e, there in zip(source.entries, done.finished, strict=True) if not there]
 
 
-def _write(config: ConvertConfig, source: Source, target: Layout, left: Sequence[Entry]) -> int:
+def _write(config: ConvertConfig, source: Folder, target: Layout, left: Sequence[Entry]) -> int:
     """Returns how many could not be written because a number has no place in the new dtype."""
     journal = Journal(config.output / JOURNAL / "0000.jsonl")
     threads = config.workers or max(len(os.sched_getaffinity(0)), 2)
@@ -256,7 +157,7 @@ def _write(config: ConvertConfig, source: Source, target: Layout, left: Sequence
 
 
 def _convert_one(
-    config: ConvertConfig, source: Source, target: Layout, journal: Journal, entry: Entry
+    config: ConvertConfig, source: Folder, target: Layout, journal: Journal, entry: Entry
 ) -> bool:
     sample, states = source.load(entry)
     encoded = encode(target.planes, states)
@@ -284,7 +185,7 @@ def _convert_one(
     return True
 
 
-def _finish(config: ConvertConfig, source: Source, target: Layout, run: dict[str, Any]) -> None:
+def _finish(config: ConvertConfig, source: Folder, target: Layout, run: dict[str, Any]) -> None:
     def samples() -> Iterator[Sample]:
         return (source.load(entry)[0] for entry in source.entries)
 

@@ -145,6 +145,8 @@ def _read_run(output: Path) -> dict[str, Any]:
     if not runs:
         raise UsageError(f"{output}: no {RUN} there, so it is not a folder that extract wrote")
     run: dict[str, Any] = json.loads(runs[0].read_text())
+    if "layers" not in run:
+        raise UsageError(f"{output}: its run stopped before it had anything to write")
     if run.get("layout", "native") != "native":
         raise UsageError(
             f"{output} is in the layout of {run['layout']}: read it with that project, or turn it "

@@ -45,7 +45,7 @@ from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.memory import Budget
 from extractor.model import ModelSpec
 from extractor.plan import Plan
-from extractor.progress import ProgressLine, say
+from extractor.progress import ProgressLine, Timeline, say
 from extractor.records import Batch
 from extractor.signals import Stopped, StopSignals
 from extractor.states import States
@@ -126,6 +126,10 @@ def extract(
     with quiet:
         config = parse(ExtractConfig, argv, "extractor extract")
     config.check()
+    if config.dry_run:
+        from extractor.dry_run import dry_run  # noqa: PLC0415  (it stands on this module)
+
+        return dry_run(config)
     stop = stop or StopSignals()
     place = Place.from_environment(config.tp)
     with stop.interrupting():
@@ -620,7 +624,7 @@ def _write_all(
     )
     total = int(batches.tokens(store.lengths).sum())
     line = ProgressLine("extracting", total, "token", quiet=place.rank != 0)
-    waits = Waits()
+    waits, timeline = Waits(), Timeline()
 
     def numbers() -> Iterator[int]:
         while (number := world.next_number("batch")) < job.batches:
@@ -628,6 +632,14 @@ def _write_all(
 
     def make(number: int) -> Batch:
         return Batch.of(number, tuple(store.sample(int(i)) for i in batches.batch(number)))
+
+    def step() -> None:
+        at, done = time.perf_counter() - begun, writer.progress
+        timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
+        line.set(
+            done.tokens,
+            lambda: f"{done.bytes / at / 1e9:.2f} GB/s, waits for {waits.most()}",
+        )
 
     source = Prefetch(numbers(), make)
     begun = time.perf_counter()
@@ -641,13 +653,7 @@ def _write_all(
             writer,
             waits,
             watch,
-            lambda: line.set(
-                writer.progress.tokens,
-                lambda: (
-                    f"{writer.progress.bytes / (time.perf_counter() - begun) / 1e9:.2f} GB/s, "
-                    f"waits for {waits.most()}"
-                ),
-            ),
+            step,
         )
     finally:
         source.close()
@@ -664,6 +670,7 @@ def _write_all(
         "tokens_per_second": round(progress.tokens / seconds, 1),
         "waits": {name: round(value, 3) for name, value in asdict(waits).items()},
         "writing": round(progress.write_seconds, 3),
+        "timeline": timeline.points,
     }
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from extractor.convert import Source
+from extractor.folder import Folder
 from tests.integration.conftest import Bench
 from tests.support import folder
 from tests.support.fake_engine import LAYERS, expected
@@ -16,7 +16,7 @@ NAMES = ["specforge", "specforge-dflash", "specforge-dspark", "speculators", "mo
 
 def assert_right(bench: Bench) -> None:
     """Every row's file holds the ids, and the states that these ids call for."""
-    source = Source.open(bench.output)
+    source = Folder.open(bench.output)
     rows = folder.rows_of(bench.data)
     assert [entry.row for entry in source.entries] == list(range(len(rows)))
     for entry in source.entries:
@@ -51,7 +51,7 @@ def test_killed_and_started_again(bench: Bench, name: str, call: str) -> None:
     suffix = {"speculators": "hs_", "modelopt": ".pt"}[name]
     fault = Fault(kind="os_kill", rank=0, call=call, path=suffix, at=12)
     assert bench.run(f"--layout={name}", faults=[fault]).code != 0
-    before = Source.open(bench.output)
+    before = Folder.open(bench.output)
     assert 0 < len(before.entries) < 40
     kept = {
         path: path.stat().st_ino

@@ -90,7 +90,7 @@ def _run(verb: str, arguments: list[str]) -> int:
         from extractor.check import check  # noqa: PLC0415
 
         return check(arguments)
-    raise UsageError(f"{verb}: not here yet")
+    raise AssertionError(verb)
 
 
 def _complain(text: str, code: int) -> int:

@@ -10,14 +10,14 @@ newest=0.5.23
 if [ "${EXTRACTOR_SGLANG:-$newest}" != "$newest" ]; then
     # Two releases want two PyTorches: they cannot share one environment.
     export EXTRACTOR_VENV="${EXTRACTOR_VENV:-.venv}-$EXTRACTOR_SGLANG"
-    source launch/environment.sh test,demo
+    source launch/environment.sh test,demo,report
     if [ $# -eq 0 ]; then
         set -- tests/unit/test_compat.py tests/unit/test_capture.py tests/unit/test_selfcheck.py \
             tests/integration/test_parity.py -m "not gpu and not multi_gpu and not slow"
     fi
     exec python -m pytest "$@"
 fi
-source launch/environment.sh test,demo
+source launch/environment.sh test,demo,report
 
 ruff check .
 ruff format --check .

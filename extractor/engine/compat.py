@@ -138,7 +138,7 @@ def allow_attention_backend(name: str) -> None:
 def wants_listed_backend(architecture: str) -> str | None:
     """A backend's name that SGLang takes for a model with attention sinks, which it gives only to
     backends on a list of its own; None for models that run with any."""
-    return "intel_amx" if architecture == "GptOssForCausalLM" else None
+    return "ascend" if architecture == "GptOssForCausalLM" else None
 
 
 def runs_in_bfloat16_only(architecture: str) -> bool:

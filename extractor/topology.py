@@ -269,7 +269,8 @@ def _open_store(place: Place) -> dist.Store:
             int(port),
             world_size=place.world_size,
             is_master=place.rank == 0 and not _agent_has_store(),
-            timeout=timedelta(minutes=5),
+            # An agent's store is there before its ranks are, or the agent has died since.
+            timeout=timedelta(seconds=30) if _agent_has_store() else timedelta(minutes=5),
             wait_for_workers=False,
         )
     except (RuntimeError, OSError) as error:

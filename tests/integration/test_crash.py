@@ -194,6 +194,19 @@ def test_restarts_of_two_nodes(bench: Bench, ledger: Ledger) -> None:
     ledger.add(Injection(group="--max-restarts", fault="two nodes, a rank dies", slowest=seconds))
 
 
+def test_torchrun_is_gone_before_its_ranks_have_begun(bench: Bench, ledger: Ledger) -> None:
+    """They find no store at the address that they were given, and do not try for long."""
+    run = bench.start("--tp=1", ranks=2)
+    end = time.monotonic() + 20
+    while not (run.folder / "out-1").exists():
+        assert time.monotonic() < end
+    run.kill_agent()
+    begun = time.monotonic()
+    run.wait(60)
+    seconds = time.monotonic() - begun
+    ledger.add(Injection(group="kill -9", fault="torchrun, before its ranks meet", slowest=seconds))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_torchrun_alone_is_killed(bench: Bench, number: int, ledger: Ledger) -> None:
     """Its ranks are orphans then: they must not go on for a folder that others may start on."""

@@ -269,8 +269,9 @@ def _open_store(place: Place) -> dist.Store:
             int(port),
             world_size=place.world_size,
             is_master=place.rank == 0 and not _agent_has_store(),
-            # An agent's store is there before its ranks are, or the agent has died since.
-            timeout=timedelta(seconds=30) if _agent_has_store() else timedelta(minutes=5),
+            # An agent's store is there before its ranks are, or the agent has died since. (c10d tries
+            # for about twice this.)
+            timeout=timedelta(seconds=15) if _agent_has_store() else timedelta(minutes=5),
             wait_for_workers=False,
         )
     except (RuntimeError, OSError) as error:

@@ -15,6 +15,9 @@ VERBS = {
     "prepare": "tokenize only, on a machine without a GPU; extract picks it up",
     "show": "a sample in the terminal, its mask coloured",
     "check": "is every row accounted for, is every file whole",
+    "verify": "stored states against transformers, sample by sample",
+    "convert": "a folder again in another project's file format, or back",
+    "report": "a page with pictures of what a folder holds and how it was made",
 }
 
 
@@ -64,14 +67,30 @@ def _run(verb: str, arguments: list[str]) -> int:
 
         return extract(arguments, stop=stop)
     if verb == "prepare":
-        from extractor.prepare import prepare  # noqa: PLC0415
+        from extractor.prepare_verb import prepare  # noqa: PLC0415
 
         return prepare(arguments)
+    if verb == "show":
+        from extractor.prepare_verb import show  # noqa: PLC0415
+
+        return show(arguments)
+    if verb == "verify":
+        from extractor.verify import verify  # noqa: PLC0415
+
+        return verify(arguments)
+    if verb == "convert":
+        from extractor.convert import convert  # noqa: PLC0415
+
+        return convert(arguments)
+    if verb == "report":
+        from extractor.report import report  # noqa: PLC0415
+
+        return report(arguments)
     if verb == "check":
         from extractor.check import check  # noqa: PLC0415
 
         return check(arguments)
-    raise UsageError(f"{verb}: not here yet")
+    raise AssertionError(verb)
 
 
 def _complain(text: str, code: int) -> int:

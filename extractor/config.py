@@ -19,6 +19,9 @@ from extractor.errors import UsageError
 
 C = TypeVar("C")
 StoredDtype = Literal["auto", "bfloat16", "float16", "float32", "float8_e4m3fn"]
+LayoutName = Literal[
+    "native", "specforge", "specforge-dflash", "specforge-dspark", "speculators", "modelopt"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class DataConfig:
     """Use only this many rows: the first, or with --shuffle-seed a fixed random choice."""
     shuffle_seed: int | None = None
     """Choose --limit's rows at random, the same for the same seed."""
+    draft_vocab_size: int | None = None
+    """Also write vocab/d2t and t2d for a drafter of this many tokens, the most frequent ones."""
     trust_remote_code: bool = False
     """Let the model's and the tokenizer's own Python code run."""
     workers: int | None = None
@@ -83,8 +88,9 @@ class ExtractConfig(DataConfig):
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
     ] = ()
     """Any field of SGLang's ServerArgs; repeatable."""
-    layout: Literal["native", "specforge", "speculators", "modelopt"] = "native"
-    """Whose file format to write."""
+    layout: LayoutName = "native"
+    """Whose file format to write; each keeps its own project's conventions, and adds the last
+    layer's state or the final one where its reader wants it (docs/formats.md)."""
     durability: Literal["none", "file", "group"] = "none"
     """When files are forced to disk: left to the system, each one, or a batch at a time."""
     stuck_after: float = 40.0
@@ -97,7 +103,12 @@ class ExtractConfig(DataConfig):
     self_check: bool = True
     """Prove the captured layers on a short prompt before the run."""
     dry_run: bool = False
-    """Print rows, tokens, batches and bytes, and stop."""
+    """Print rows, tokens, batches, bytes on disk and memory, and stop; what was tokenized is kept
+    for the run."""
+    json: bool = False
+    """With --dry-run: print JSON, for scripts."""
+    tokens_per_second: float | None = None
+    """With --dry-run: estimate the time, at this rate of all replicas together."""
     verbose: bool = False
     """Show SGLang's own log too."""
 
@@ -115,7 +126,15 @@ class ExtractConfig(DataConfig):
 
     def check(self) -> None:
         """Raises UsageError for what is wrong whatever the model and the machine are."""
-        for name in ("tp", "batch_tokens", "max_length", "writers", "limit", "workers"):
+        for name in (
+            "tp",
+            "batch_tokens",
+            "max_length",
+            "writers",
+            "limit",
+            "workers",
+            "draft_vocab_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: wanted 1 or more")
@@ -124,6 +143,10 @@ class ExtractConfig(DataConfig):
         if self.host_memory is not None and self.host_memory <= 0:
             raise UsageError(f"--host-memory {self.host_memory}: wanted GiB above 0")
         _ = self.shard_index, self.sglang_args
+        if not self.dry_run and (self.json or self.tokens_per_second is not None):
+            raise UsageError("--json and --tokens-per-second go with --dry-run")
+        if self.tokens_per_second is not None and self.tokens_per_second <= 0:
+            raise UsageError(f"--tokens-per-second {self.tokens_per_second}: wanted more than 0")
         if self.shuffle_seed is not None and self.limit is None:
             raise UsageError("--shuffle-seed chooses the rows of --limit: give --limit too")
 

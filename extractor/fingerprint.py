@@ -7,18 +7,18 @@ from collections.abc import Mapping
 import xxhash
 
 from extractor.config import ExtractConfig
+from extractor.layouts import Layout
 from extractor.model import ModelSpec
-from extractor.states import States
 
 
 def parts(
-    config: ExtractConfig, spec: ModelSpec, states: States, dtype: str, data: Mapping[str, str]
+    config: ExtractConfig, spec: ModelSpec, layout: Layout, dtype: str, data: Mapping[str, str]
 ) -> dict[str, str]:
     """Name to a short value or digest; data comes from the prepared store."""
     return {
         "model": spec.digest,
         "architecture": spec.architecture,
-        "layers": str(states),
+        "layers": ",".join(layout.stored),
         "dtype": dtype,
         "layout": config.layout,
         **{f"data: {name}": value for name, value in data.items()},

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class Entry:
     size: int
     xxh3: str
     reject: Reject | None = None
+    tokens: int = 0
+    id: str = ""
 
 
 class Journal:
@@ -141,12 +143,21 @@ def _drop_cut_line(descriptor: int) -> None:
         os.ftruncate(descriptor, end)
 
 
-def read_entries(output: Path) -> Iterator[Entry]:
+def read_entries(output: Path, ends: dict[str, int] | None = None) -> Iterator[Entry]:
     """Every line of every journal, in order of file name and line; lines cut by a crash are passed
-    over, since what they spoke of is not done."""
+    over, since what they spoke of is not done.
+
+    ends: how far each journal has been read; reading starts there and moves it on, so that whoever
+    watches a growing folder sees each line once. A last line without its newline waits."""
     for path in sorted((output / JOURNAL).glob("*.jsonl")):
         with path.open("rb") as handle:
+            if ends is not None:
+                handle.seek(ends.get(path.name, 0))
             for line in handle:
+                if ends is not None:
+                    if not line.endswith(b"\n"):
+                        break
+                    ends[path.name] = ends.get(path.name, 0) + len(line)
                 try:
                     value = json.loads(line)
                     reject = value.get("reject")
@@ -156,6 +167,8 @@ def read_entries(output: Path) -> Iterator[Entry]:
                         value.get("bytes", 0),
                         value.get("xxh3", ""),
                         None if reject is None else _read_reject(reject),
+                        value.get("tokens", 0),
+                        value.get("id", ""),
                     )
                 except (ValueError, KeyError, TypeError):
                     continue
@@ -192,8 +205,15 @@ class Done:
     damaged: int
 
 
-def find_done(output: Path, rows: npt.NDArray[np.int64], turns: npt.NDArray[np.int16]) -> Done:
-    """Compare the journals with the files that are there, one stat a journalled sample."""
+def find_done(
+    output: Path,
+    rows: npt.NDArray[np.int64],
+    turns: npt.NDArray[np.int16],
+    path: Callable[[int, int], str] = sample_path,
+) -> Done:
+    """Compare the journals with the files that are there, one stat a journalled sample.
+
+    path: where a (row, turn) lies below output; the layout says."""
     index = {key: i for i, key in enumerate(zip(rows.tolist(), turns.tolist(), strict=True))}
     finished = np.zeros(len(rows), np.bool_)
     rejected: dict[int, Reject] = {}
@@ -207,7 +227,7 @@ def find_done(output: Path, rows: npt.NDArray[np.int64], turns: npt.NDArray[np.i
             continue
         seen[at] = True
         if not finished[at]:
-            finished[at] = _size(output / sample_path(entry.row, entry.turn)) == entry.size
+            finished[at] = _size(output / path(entry.row, entry.turn)) == entry.size
         rejected.pop(at, None)
     return Done(finished, rejected, int((seen & ~finished).sum()))
 

@@ -78,3 +78,13 @@ def finite_rows(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.view(torch.uint8) & 0x7F != 0x7F).all(dim=-1)
     finite = torch.isfinite(tensor)
     return finite.all(dim=-1) if finite.dim() > 1 else finite
+
+
+def surely_finite_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """bool [tokens]: True where a token's row is finite; False asks for a closer look.
+
+    One pass over the tensor: a sum is finite only if all its terms are, but a sum of finite terms may
+    overflow."""
+    if tensor.dtype == FP8:
+        return finite_rows(tensor)
+    return torch.isfinite(tensor.sum(dim=-1, dtype=torch.float32) if tensor.dim() > 1 else tensor)

@@ -40,6 +40,42 @@ class Budget:
         return self.slot_bytes * self.slots
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Estimated memory of one rank's device, in bytes.
+
+    Attributes:
+        weights: this rank's part.
+        kv: keys and values of the largest batch, or of the longest sample.
+        states: two batches of them, one being computed and one on its way to the host.
+        activations: of one forward.
+    """
+
+    weights: int
+    kv: int
+    states: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.states + self.activations
+
+
+def needs(spec: ModelSpec, *, tp: int, row_bytes: int, max_tokens: int, longest: int) -> Needs:
+    pool = max(max_tokens, longest)
+    return Needs(
+        weights=spec.weight_bytes // tp,
+        kv=pool * spec.kv_bytes_per_token // max(min(tp, spec.num_kv_heads), 1),
+        states=row_bytes * max(max_tokens * 2, longest * 2),
+        activations=max_tokens * spec.hidden_size * 2 * 16,
+    )
+
+
+def batch_tokens_of(spec: ModelSpec, device: str, asked: int | None) -> int:
+    """Token budget of a forward: --batch-tokens, or the device's default."""
+    return asked or min(DEFAULT_TOKENS[device], max(spec.context_length, 1))
+
+
 def choose(
     spec: ModelSpec,
     *,
@@ -53,7 +89,7 @@ def choose(
     """Sizes for a run whose samples have at most `longest` tokens, storing row_bytes a token.
 
     Raises UsageError when one sample alone does not fit in memory."""
-    max_tokens = batch_tokens or min(DEFAULT_TOKENS[device], max(spec.context_length, 1))
+    max_tokens = batch_tokens_of(spec, device, batch_tokens)
     slot_bytes = row_bytes * max_tokens
     slots = RING_SLOTS
     if host_gib is not None:
@@ -64,17 +100,14 @@ def choose(
             if max_tokens < 1:
                 raise UsageError(f"--host-memory {host_gib}: one token's states take {row_bytes} B")
             slot_bytes = row_bytes * max_tokens
-    pool = max(max_tokens, longest)
-    kv = pool * spec.kv_bytes_per_token // max(min(tp, spec.num_kv_heads), 1)
-    states = row_bytes * max(max_tokens * 2, longest * 2)
-    activations = max_tokens * spec.hidden_size * 2 * 16
+    need = needs(spec, tp=tp, row_bytes=row_bytes, max_tokens=max_tokens, longest=longest)
     budget = Budget(
         max_tokens=max_tokens,
         max_sequences=min(MAX_SEQUENCES, max_tokens),
         longest=longest,
         slot_bytes=slot_bytes,
         slots=slots,
-        device_bytes=spec.weight_bytes // tp + kv + states + activations,
+        device_bytes=need.total,
     )
     _check(budget, device, longest, row_bytes)
     return budget

@@ -13,6 +13,17 @@ from transformers import PretrainedConfig
 from extractor.errors import UsageError
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+# SGLang lets these look at every earlier token even when their config has a sliding window (Mistral 7B
+# v0.1; Qwen with use_sliding_window): up to the window that is the same, beyond it another model.
+WINDOW_IGNORED = frozenset(
+    {
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
 SAMPLED_BLOCK = 64 * 1024
 SAMPLED_BLOCKS = 9
 
@@ -28,7 +39,8 @@ class ModelSpec:
         hidden_size: width of the residual stream, H.
         num_heads, num_kv_heads: attention heads and key-value heads, which tensor parallelism splits.
         vocab_size: rows of the embedding; every id must be in [0, vocab_size).
-        context_length: the most tokens that the position encoding was made for.
+        context_length: the most tokens that the position encoding was made for, or that SGLang
+            gives the model's own states for (see WINDOW_IGNORED).
         dtype: the checkpoint's own dtype name, such as "bfloat16".
         kv_bytes_per_token: keys and values of one token in all layers, in the model's dtype.
         weight_bytes: of the weight files together; 0 when there are none.
@@ -68,7 +80,7 @@ class ModelSpec:
                 num_heads=int(text["num_attention_heads"]),
                 num_kv_heads=int(text.get("num_key_value_heads") or text["num_attention_heads"]),
                 vocab_size=int(text["vocab_size"]),
-                context_length=int(text.get("max_position_embeddings", 1 << 31)),
+                context_length=_context_length(text, config["architectures"][0]),
                 dtype=str(_first(text, config, "dtype", "torch_dtype", default="bfloat16")),
                 kv_bytes_per_token=_kv_bytes_per_token(text),
                 weight_bytes=sum(file.stat().st_size for file in weight_files(path)),
@@ -108,6 +120,14 @@ def weight_files(path: Path) -> list[Path]:
         if files:
             return files
     return []
+
+
+def _context_length(text: Mapping[str, Any], architecture: str) -> int:
+    length = int(text.get("max_position_embeddings", 1 << 31))
+    window = text.get("sliding_window")
+    if architecture in WINDOW_IGNORED and window and text.get("use_sliding_window", True):
+        return min(length, int(window))
+    return length
 
 
 def _kv_bytes_per_token(text: Mapping[str, Any]) -> int:

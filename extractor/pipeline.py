@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from extractor import fingerprint, memory, plan
 from extractor.config import ExtractConfig, invocation, parse
 from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
+from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Backend, Engine, EngineOptions
 from extractor.errors import RunError, UsageError, disk_error
@@ -38,18 +40,16 @@ from extractor.journal import (
     write_rejects,
     write_run,
 )
-from extractor.layout import native_planes
+from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.memory import Budget
 from extractor.model import ModelSpec
 from extractor.plan import Plan
-from extractor.progress import ProgressLine, say
+from extractor.progress import ProgressLine, Timeline, say
 from extractor.records import Batch
 from extractor.signals import Stopped, StopSignals
 from extractor.states import States
 from extractor.store import (
-    ROWS_A_FOLDER,
-    SAMPLES,
     TEMPORARY,
     refuse_links,
     sweep_temporaries,
@@ -63,7 +63,7 @@ from extractor.writer import Writer
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
-PREPARED = "prepared"
+PREPARED, VOCAB = "prepared", "vocab"
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -78,7 +78,8 @@ class Job:
 
     Attributes:
         model: local path of the model.
-        states: names, in order.
+        states: names of those to capture, in order.
+        stored: names as a file holds them; the layout may keep one twice.
         dtype: stored dtype.
         store: path of the prepared store, which writers open.
         plan: path of the batches' file, or "" when rank 0 is the only writer.
@@ -89,6 +90,7 @@ class Job:
 
     model: str = ""
     states: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
     dtype: str = ""
     store: str = ""
     plan: str = ""
@@ -103,7 +105,7 @@ class Lead:
 
     config: ExtractConfig
     spec: ModelSpec
-    states: States
+    layout: Layout
     store: PreparedStore
     plan: Plan
     done: Done
@@ -124,6 +126,10 @@ def extract(
     with quiet:
         config = parse(ExtractConfig, argv, "extractor extract")
     config.check()
+    if config.dry_run:
+        from extractor.dry_run import dry_run  # noqa: PLC0415  (it stands on this module)
+
+        return dry_run(config)
     stop = stop or StopSignals()
     place = Place.from_environment(config.tp)
     with stop.interrupting():
@@ -251,20 +257,26 @@ def _lead(
 ) -> tuple[Job, Lead | None]:
     stages: dict[str, float] = {}
     spec = ModelSpec.read(config.model)
-    states = States.resolve(config.layers, config.final, spec.num_layers)
+    asked = States.resolve(config.layers, config.final, spec.num_layers)
+    stored = LAYOUTS[config.layout].stored_for(asked)
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     if dtype not in DTYPES:
         raise UsageError(f"--dtype auto: the model's own dtype is {dtype}; give --dtype")
-    say(f"states {states} of {spec.num_layers} layers, {spec.architecture}, stored as {dtype}")
+    say(
+        f"states {', '.join(stored)} of {spec.num_layers} layers, {spec.architecture}, stored as "
+        f"{dtype}{'' if config.layout == 'native' else f' for {config.layout}'}"
+    )
+    if stored != asked.names:
+        say(f"--layout {config.layout} stores these where --layers and --final name {asked}")
     index, count = config.shard_index
     run_path = _run_path(config)
     before = check_output(config.output)
+    if before is None:
+        backend.check_model(spec, place, config.sglang_args)
+        stages["import"] = time.perf_counter() - begun
     lock = FolderLock(config.output, say)
     if count == 1:
         lock.rows(0, ALL_ROWS)
-    if before is None:
-        backend.check_model(spec, place)
-        stages["import"] = time.perf_counter() - begun
     mark = time.perf_counter()
     try:
         with lock.alone("preparing the rows"):
@@ -273,7 +285,8 @@ def _lead(
         lock.undo()
         raise
     stages["prepare"] = time.perf_counter() - mark
-    parts = fingerprint.parts(config, spec, states, dtype, store.parts)
+    layout = _layout(config.layout, stored, spec, DTYPES[dtype], store)
+    parts = fingerprint.parts(config, spec, layout, dtype, store.parts)
     if before is not None and (changed := fingerprint.changes(before["parts"], parts)):
         raise UsageError(
             f"{config.output} holds a run with other settings; {'; '.join(changed)}. "
@@ -283,30 +296,29 @@ def _lead(
     selected = plan.shard(store.rows, store.lengths, index, count)
     if count > 1 and len(selected):
         lock.rows(int(store.rows[selected[0]]), int(store.rows[selected[-1]]) + 1)
-    done = find_done(config.output, store.rows, store.turns)
+    done = find_done(config.output, store.rows, store.turns, layout.path)
     finished = done.finished.copy()
     finished[list(done.rejected)] = True
     left = selected[~finished[selected]]
     _say_rest(store, selected, done, left)
     if before is not None:
-        _sweep(config.output, store.rows[left])
-    lead = Lead(config, spec, states, store, _no_plan(), done, selected, {}, run_path, stages, lock)
+        _sweep(config.output, layout, store, left)
+    lead = Lead(config, spec, layout, store, _no_plan(), done, selected, {}, run_path, stages, lock)
     lead.run = _describe(lead, place, device, parts, dtype)
     lead.run["started_from"] = int(done.finished.sum())
     sweep_temporaries_of(run_path)
     with lock.alone("writing rejects.jsonl"):
         sweep_temporaries_of(config.output / REJECTS)
         write_rejects(config.output, [*store.rejects, *done.rejected.values()])
+    with lock.alone("writing vocab/"):
+        _write_vocabulary(config, spec, store)
     if not len(left):
         return Job(answer=_finish(lead, "complete")), None
-    row_bytes = sum(
-        p.row_bytes for p in native_planes(states.names, spec.hidden_size, DTYPES[dtype])
-    )
     budget = memory.choose(
         spec,
         device=device.type,
         tp=place.tp,
-        row_bytes=row_bytes,
+        row_bytes=layout.row_bytes,
         longest=int(store.lengths[left].max()),
         batch_tokens=config.batch_tokens,
         host_gib=config.host_memory,
@@ -318,11 +330,12 @@ def _lead(
         f"{budget.host_bytes / memory.GIB:.1f} GiB of states in host memory"
     )
     if before is not None:
-        backend.check_model(spec, place)
+        backend.check_model(spec, place, config.sglang_args)
     write_run(run_path, lead.run)
     job = Job(
         model=str(spec.path),
-        states=states.names,
+        states=layout.captured,
+        stored=layout.stored,
         dtype=dtype,
         store=str(store.path),
         plan=str(_write_plan(config, lead.plan)) if place.replicas > 1 else "",
@@ -330,6 +343,18 @@ def _lead(
         budget=asdict(budget),
     )
     return job, lead
+
+
+def _layout(
+    name: str, stored: Sequence[str], spec: ModelSpec, dtype: torch.dtype, store: PreparedStore
+) -> Layout:
+    return LAYOUTS[name](
+        stored=tuple(stored),
+        hidden=spec.hidden_size,
+        dtype=dtype,
+        model=spec.path.name,
+        numbering=Numbering(store.rows, store.turns),
+    )
 
 
 def check_output(output: Path) -> dict[str, Any] | None:
@@ -359,11 +384,13 @@ def check_output(output: Path) -> dict[str, Any] | None:
     return None
 
 
-def _sweep(output: Path, rows: np.ndarray) -> None:
+def _sweep(output: Path, layout: Layout, store: PreparedStore, left: np.ndarray) -> None:
     """Remove the temporary files that killed writers left of samples that are still to be done."""
-    left = set(rows.tolist())
-    folders = sorted({row // ROWS_A_FOLDER for row in left})
-    count = sum(sweep_temporaries(output / SAMPLES / f"{n:05d}", left) for n in folders)
+    names: dict[Path, set[str]] = {}
+    for row, turn in zip(store.rows[left].tolist(), store.turns[left].tolist(), strict=True):
+        path = output / layout.path(row, turn)
+        names.setdefault(path.parent, set()).add(path.name)
+    count = sum(sweep_temporaries(folder, files) for folder, files in names.items())
     if count:
         say(f"removed {count:,} unfinished files of a run that was killed")
 
@@ -374,6 +401,15 @@ def _prepare(config: ExtractConfig, spec: ModelSpec) -> PreparedStore:
         return prepare(config, spec, say, lambda count, _total: line.set(count))
     finally:
         line.close()
+
+
+def _write_vocabulary(config: ExtractConfig, spec: ModelSpec, store: PreparedStore) -> None:
+    """How often each token is supervised, over all rows, and a drafter's vocabulary if asked for."""
+    folder, size = config.output / VOCAB, config.draft_vocab_size
+    if (folder / "token_freq.safetensors").exists() and not size:
+        return
+    counts = TokenCounts.of(store, spec.vocab_size)
+    write_vocab(folder, counts, draft_vocabulary(counts, size) if size else None)
 
 
 def _say_rest(store: PreparedStore, selected: np.ndarray, done: Done, left: np.ndarray) -> None:
@@ -421,7 +457,7 @@ def _describe(
         "parts": parts,
         "config": {k: str(v) if isinstance(v, Path) else v for k, v in values.items()},
         "argv": invocation(),
-        "layers": list(lead.states.names),
+        "layers": list(lead.layout.stored),
         "dtype": dtype,
         "layout": config.layout,
         "model": {
@@ -460,7 +496,7 @@ def _git_commit() -> str:
 def _finish(lead: Lead, status: str) -> int:
     """Count what the folder holds now, write it down, say it, and return the exit code."""
     with lead.lock.alone("writing rejects.jsonl"):
-        done = find_done(lead.config.output, lead.store.rows, lead.store.turns)
+        done = find_done(lead.config.output, lead.store.rows, lead.store.turns, lead.layout.path)
         write_rejects(lead.config.output, [*lead.store.rejects, *done.rejected.values()])
     rejected = len(done.rejected)
     written = int(done.finished[lead.selected].sum())
@@ -475,6 +511,9 @@ def _finish(lead: Lead, status: str) -> int:
         "rejected_in_preparation": len(lead.store.rejects),
         "rejected_in_run": rejected,
     }
+    if status == "complete":
+        samples = (lead.store.sample(i) for i in range(len(lead.store.rows)))
+        lead.layout.finish(lead.config.output, samples)
     lead.run["stages"] = {name: round(value, 3) for name, value in lead.stages.items()}
     write_run(lead.run_path, lead.run)
     say(
@@ -520,9 +559,13 @@ def _work(
                 verbose=config.verbose,
             ),
         )
+        loaded = time.perf_counter()
+        proof = engine.self_check() if config.self_check else None
     watch.enter("run")
     if lead:
-        lead.stages["load"] = time.perf_counter() - mark
+        lead.stages["load"] = loaded - mark
+        lead.stages["self_check"] = time.perf_counter() - loaded
+        lead.run["self_check"] = asdict(proof) if proof else None
         lead.run["engine"] = engine.info.details
         write_run(lead.run_path, lead.run)
     if not place.is_writer:
@@ -558,8 +601,11 @@ def _write_all(
     watch: Watch,
 ) -> tuple[bool, dict[str, Any]]:
     """A writer's run: its replica's batches from the shared counter to files."""
+    # The loop launches hundreds of kernels a batch and asks for the interpreter at each; writers that
+    # keep it for the usual 5 ms would starve the device.
+    sys.setswitchinterval(0.0005)
     budget = Budget(**job.budget)
-    planes = native_planes(job.states, spec.hidden_size, DTYPES[job.dtype])
+    layout = _layout(config.layout, job.stored, spec, DTYPES[job.dtype], store)
     ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
     index, count = config.shard_index
     prefix = "" if count == 1 else f"s{index}of{count}-"
@@ -571,15 +617,14 @@ def _write_all(
         config.output,
         journal,
         ring,
-        model=Path(job.model).name,
-        states=",".join(job.states),
+        layout=layout,
         threads=config.writers or min(8, max(len(os.sched_getaffinity(0)), 2)),
         durability=config.durability,
         landing=watch.step,
     )
     total = int(batches.tokens(store.lengths).sum())
     line = ProgressLine("extracting", total, "token", quiet=place.rank != 0)
-    waits = Waits()
+    waits, timeline = Waits(), Timeline()
 
     def numbers() -> Iterator[int]:
         while (number := world.next_number("batch")) < job.batches:
@@ -588,6 +633,14 @@ def _write_all(
     def make(number: int) -> Batch:
         return Batch.of(number, tuple(store.sample(int(i)) for i in batches.batch(number)))
 
+    def step() -> None:
+        at, done = time.perf_counter() - begun, writer.progress
+        timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
+        line.set(
+            done.tokens,
+            lambda: f"{done.bytes / at / 1e9:.2f} GB/s, waits for {waits.most()}",
+        )
+
     source = Prefetch(numbers(), make)
     begun = time.perf_counter()
     try:
@@ -595,18 +648,12 @@ def _write_all(
             engine,
             world,
             source,
-            Stager(planes, ring, device),
+            Stager(layout.planes, ring, device),
             ring,
             writer,
             waits,
             watch,
-            lambda: line.set(
-                writer.progress.tokens,
-                lambda: (
-                    f"{writer.progress.bytes / (time.perf_counter() - begun) / 1e9:.2f} GB/s, "
-                    f"waits for {waits.most()}"
-                ),
-            ),
+            step,
         )
     finally:
         source.close()
@@ -623,6 +670,7 @@ def _write_all(
         "tokens_per_second": round(progress.tokens / seconds, 1),
         "waits": {name: round(value, 3) for name, value in asdict(waits).items()},
         "writing": round(progress.write_seconds, 3),
+        "timeline": timeline.points,
     }
 
 

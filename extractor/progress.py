@@ -58,3 +58,33 @@ class ProgressLine:
 
     def close(self) -> None:
         self._bar.close()
+
+
+class Timeline:
+    """How far a replica was at which time, for run.json and the report's picture: a light list.
+
+    It keeps at most `most` points, evenly spread: when there are more, every other one goes, and from
+    then on only half as many are taken. The last one is always kept."""
+
+    FIELDS = ("seconds", "tokens", "bytes", "data", "disk", "model")
+
+    def __init__(self, most: int = 200) -> None:
+        self._most, self._every = most, 0.0
+        self._points: list[tuple[float, ...]] = []
+        self._last: tuple[float, ...] | None = None
+
+    def note(self, seconds: float, tokens: int, nbytes: int, *waits: float) -> None:
+        """All counts since the start; waits for data, disk and the model, in seconds."""
+        self._last = (round(seconds, 3), tokens, nbytes, *(round(wait, 3) for wait in waits))
+        if self._points and seconds - self._points[-1][0] < self._every:
+            return
+        self._points.append(self._last)
+        if len(self._points) >= self._most:
+            self._points = self._points[::2]
+            self._every = max(2 * self._every, 2 * seconds / self._most)
+
+    @property
+    def points(self) -> list[list[float]]:
+        """Points in order, each with FIELDS."""
+        tail = [self._last] if self._last and self._last not in self._points[-1:] else []
+        return [list(point) for point in [*self._points, *tail]]

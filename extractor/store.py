@@ -22,6 +22,7 @@ from extractor.records import Sample
 
 SCHEMA = "1"
 SAMPLES = "samples"
+FOLDERS = ("prepared", "journal", SAMPLES, "vocab", "hidden_states")  # the last: speculators
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 ROWS_A_FOLDER = 1000
@@ -60,7 +61,7 @@ class Blob:
         """A view, not a copy; the tensor must be contiguous and on the CPU."""
         assert tensor.is_contiguous() and tensor.device.type == "cpu", tensor.shape
         flat = tensor.reshape(-1).view(torch.uint8)
-        return cls(tensor.dtype, tuple(tensor.shape), memoryview(flat.numpy()))
+        return cls(tensor.dtype, tuple(tensor.shape), flat.numpy().data)
 
 
 def safetensors_header(tensors: Mapping[str, Blob], metadata: Mapping[str, str]) -> bytes:
@@ -178,17 +179,17 @@ def _named(error: OSError, path: Path) -> OSError:
     return error
 
 
-def sweep_temporaries(folder: Path, rows: Container[int]) -> int:
-    """Remove what writers that were killed left of these rows in one folder; how many there were.
+def sweep_temporaries(folder: Path, names: Container[str]) -> int:
+    """Remove what writers that were killed left of the files of these names in one folder; how many
+    there were.
 
-    Files of other rows stay: another job of an array may be writing them."""
+    Those of other files stay: another job of an array may be writing them."""
     count = 0
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            row = entry.name[1:10]
             if not (entry.name.startswith(".") and entry.name.endswith(TEMPORARY)):
                 continue
-            if row.isdigit() and int(row) in rows:
+            if entry.name[1:].removesuffix(TEMPORARY).rpartition(".")[0] in names:
                 with contextlib.suppress(FileNotFoundError):
                     Path(entry.path).unlink()
                     count += 1
@@ -204,7 +205,7 @@ def sweep_temporaries_of(path: Path) -> None:
 def refuse_links(output: Path) -> None:
     """Raises UsageError when a folder inside the output folder is a link: writing would follow it
     out of there. The output folder itself may be one."""
-    inside = [output / name for name in ("prepared", "journal", SAMPLES, "vocab")]
+    inside = [output / name for name in FOLDERS]
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         inside += [Path(entry.path) for entry in os.scandir(output / SAMPLES)]
     for path in inside:

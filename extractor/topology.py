@@ -147,7 +147,7 @@ class World:
             world_size=place.tp,
             timeout=timedelta(minutes=10),
         )
-        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._control: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def share_batch(self, batch: Batch | None) -> Batch | None:
         """From the writer to its replica: the next batch, or None for the end.

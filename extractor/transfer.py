@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from extractor.layout import Plane, encode, finite_rows
+from extractor.layout import Plane, encode, finite_rows, surely_finite_rows
 from extractor.records import Batch, CapturedBatch
 from extractor.store import Blob
 
@@ -96,27 +96,41 @@ class StagedBatch:
             base += plane.row_bytes * self.batch.num_tokens
         return bases
 
+    @cached_property
+    def _bytes(self) -> memoryview:
+        return self.buffer.numpy().data
+
+    @cached_property
+    def _all_finite(self) -> bool:
+        return bool(self._finite.all())
+
+    def _rows(self, plane: Plane, sequence: int) -> tuple[int, slice]:
+        """How many tokens a sequence has, and where a plane's rows of it are in the buffer."""
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        base, size = self._bases[plane.key], plane.row_bytes
+        return end - begin, slice(base + begin * size, base + end * size)
+
     def tensor(self, plane: Plane, sequence: int) -> torch.Tensor:
         """One sequence's rows of a plane: a view of the buffer, [T, width] or [T]."""
-        begin, end = self.batch.offsets[sequence : sequence + 2]
-        base = self._bases[plane.key]
-        rows = self.buffer[base + begin * plane.row_bytes : base + end * plane.row_bytes]
-        return rows.view(plane.dtype).view(plane.shape(end - begin))
+        tokens, rows = self._rows(plane, sequence)
+        return self.buffer[rows].view(plane.dtype).view(plane.shape(tokens))
 
     def blob(self, plane: Plane, sequence: int) -> Blob:
-        begin, end = self.batch.offsets[sequence : sequence + 2]
-        base = self._bases[plane.key]
-        rows = self.buffer[base + begin * plane.row_bytes : base + end * plane.row_bytes]
-        return Blob(plane.dtype, plane.shape(end - begin), memoryview(rows.numpy()))
+        tokens, rows = self._rows(plane, sequence)
+        return Blob(plane.dtype, plane.shape(tokens), self._bytes[rows])
 
     def first_bad_token(self, sequence: int) -> tuple[Plane, int] | None:
         """The first token with a value that is not finite, and the plane it is in, if any."""
-        begin, end = self.batch.offsets[sequence : sequence + 2]
-        good = self._finite[:, begin:end]
-        if bool(good.all()):
+        if self._all_finite:
             return None
-        token = int((~good).any(dim=0).nonzero()[0, 0])
-        plane = int((~good[:, token]).nonzero()[0, 0])
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        if bool(self._finite[:, begin:end].all()):
+            return None
+        good = torch.stack([finite_rows(self.tensor(plane, sequence)) for plane in self.planes])
+        bad = (~good).nonzero()
+        if not len(bad):
+            return None
+        plane, token = min(bad.tolist(), key=lambda at: (at[1], at[0]))
         return self.planes[plane], token
 
 
@@ -149,7 +163,7 @@ class Stager:
             target = buffer[base : base + size].view(plane.dtype).view(plane.shape(tokens))
             target.copy_(encoded[plane.key], non_blocking=True)
             base += size
-        finite = torch.stack([finite_rows(encoded[plane.key]) for plane in self._planes])
+        finite = torch.stack([surely_finite_rows(encoded[p.key]) for p in self._planes])
         if self._stream is None:
             return StagedBatch(captured.batch, self._planes, buffer, finite)
         host_finite = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)

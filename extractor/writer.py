@@ -21,14 +21,11 @@ import torch
 from extractor.errors import RunError, disk_error
 from extractor.journal import Journal
 from extractor.layout import Plane
+from extractor.layouts import Layout
 from extractor.records import Reject, Sample
 from extractor.store import (
-    Blob,
     Pending,
     Written,
-    native_metadata,
-    safetensors_header,
-    sample_path,
     sync_path,
     write_pending,
 )
@@ -74,8 +71,7 @@ class Writer:
         output: the folder.
         journal: this writer's own.
         ring: where the batches' buffers go back to.
-        model: the model's name, for the files' metadata.
-        states: the states' names, likewise.
+        layout: where a sample's file lies and what is in it.
         threads: how many files are written at a time.
         durability: what is forced to disk before a sample counts as done. "none": nothing; a killed
             program loses nothing, a power cut may. "file": each file, its folder's entry and its
@@ -90,15 +86,14 @@ class Writer:
         journal: Journal,
         ring: HostRing,
         *,
-        model: str,
-        states: str,
+        layout: Layout,
         threads: int,
         durability: Durability = "none",
         write_file: WriteFile = write_pending,
         landing: Landing = _unwatched,
     ) -> None:
         self._output, self._journal, self._ring = output, journal, ring
-        self._model, self._states, self._durability = model, states, durability
+        self._layout, self._durability = layout, durability
         self._write_file, self._landing = write_file, landing
         self.progress = Progress()
         self.rejects: list[Reject] = []
@@ -182,14 +177,9 @@ class Writer:
             self._reject(staged, sequence, *bad)
             return None
         begun = time.perf_counter()
-        tensors = {
-            "input_ids": Blob.of(sample.input_ids),
-            **{plane.key: staged.blob(plane, sequence) for plane in staged.planes},
-            "loss_mask": Blob.of(sample.loss_mask),  # bytes last: the rest stays aligned
-        }
-        metadata = native_metadata(sample, self._model, self._states)
-        parts = [safetensors_header(tensors, metadata), *(blob.data for blob in tensors.values())]
-        path = self._output / sample_path(sample.row, sample.turn)
+        tensors = {plane.key: staged.blob(plane, sequence) for plane in staged.planes}
+        parts = self._layout.parts(sample, tensors)
+        path = self._output / self._layout.path(sample.row, sample.turn)
         pending = self._write_file(path, parts, self._durability == "file")
         self._spent(time.perf_counter() - begun)
         if self._durability == "group":

@@ -1,6 +1,7 @@
 """Options that all tests share."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         line = {"command": " ".join(["pytest", *session.config.invocation_params.args])}
         with Path(path).open("a") as handle:
             handle.write(json.dumps(line) + "\n")
+
+
+@pytest.fixture(scope="session")
+def build_model() -> Callable[[str], Path]:
+    """A small model by name (tests/support/models.py), built into the user's cache the first time."""
+    from tests.support.models import build, cache_folder
+
+    return lambda name: build(name, cache_folder())

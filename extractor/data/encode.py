@@ -96,16 +96,25 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _encoded(text: str, ids: np.ndarray, offsets: np.ndarray) -> Encoded:
-    """Offsets to extents that leave no gap: many tokenizers trim the spaces off their offsets."""
+    """Offsets to extents that leave no gap: many tokenizers trim the spaces off their offsets, and
+    tell nothing but (0, 0) of a token that is all spaces."""
     if not len(ids):
         return Encoded(ids, ids, ids)
-    starts, ends = offsets[:, 0].copy(), np.maximum.accumulate(offsets[:, 1])
-    before = np.concatenate([[0], ends[:-1]])
-    gaps = np.flatnonzero(starts > before)
-    for place in gaps:
+    starts, ends = offsets[:, 0].copy(), offsets[:, 1].copy()
+    told = np.flatnonzero(ends > starts)
+    reached = np.maximum.accumulate(ends)
+    before = np.concatenate([[0], reached[:-1]])  # where the tokens before a token end
+    following = np.append(told, -1)[np.searchsorted(told, np.arange(len(ids)))]
+    after = np.where(following >= 0, starts[following], len(text))
+    silent = ends <= starts
+    starts[silent], ends[silent] = before[silent], np.maximum(after, before)[silent]
+    alone = ~silent & ~np.concatenate([[False], silent[:-1]])
+    for place in np.flatnonzero(alone & (starts > before)):
         if text[before[place] : starts[place]].isspace():
             starts[place] = before[place]
-    return Encoded(ids, np.minimum(starts, ends), ends)
+    if ends[-1] < len(text) and text[ends[-1] :].isspace():
+        ends[-1] = len(text)
+    return Encoded(ids, starts, ends)
 
 
 def token_mask(text: str, marked: np.ndarray, encoded: Encoded) -> np.ndarray:

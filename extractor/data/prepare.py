@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from extractor.data.choose import selected
 from extractor.data.read import Source, open_sources
 from extractor.data.rows import FILTERS, Refusal
 from extractor.data.sample import Converter, Rules
-from extractor.data.store import INFO, PreparedStore, StoreWriter
+from extractor.data.store import INFO, Identity, PreparedStore, StoreWriter
 from extractor.data.tokenizer import load_converter, load_rules
 from extractor.data.work import outcomes
 from extractor.errors import RunError, UsageError
@@ -72,7 +72,8 @@ def prepare(
     _refuse_other_run(config.output, kept, parts)
     converter = load_converter(rules)
     with _temporary_folder(config.output) as folder:
-        tally = _fill(folder, config, sources, converter, inputs, (key, parts), progress)
+        made_from = Identity(key, parts, str(model.path), inputs)
+        tally = _fill(folder, config, sources, converter, made_from, progress)
         _refuse_bad_rows(config, tally)
         # Tokenizing may have taken hours, and a store that a power cut emptied would be in the way.
         for file in (*folder.iterdir(), folder):
@@ -224,12 +225,11 @@ def _fill(
     config: DataConfig,
     sources: Sequence[Source],
     converter: Converter,
-    inputs: Any,
-    identified: tuple[str, Mapping[str, str]],
+    made_from: Identity,
     progress: Progress | None,
 ) -> _Tally:
     """Convert every row into the folder's files."""
-    total = _expected_rows(config, sources, inputs)
+    total = _expected_rows(config, sources, made_from.inputs)
     workers = config.workers or len(os.sched_getaffinity(0))
     writer = StoreWriter(folder)
     tally = _Tally()
@@ -245,7 +245,7 @@ def _fill(
             if progress is not None:
                 progress(tally.rows, None if total is None else max(total, tally.rows))
         tally.samples = writer.samples
-        writer.close(tally.rows, *identified, inputs)
+        writer.close(tally.rows, made_from)
     except OSError as error:
         raise RunError(f"{error.filename or folder}: {error.strerror or error}") from error
     finally:
@@ -253,7 +253,9 @@ def _fill(
     return tally
 
 
-def _expected_rows(config: DataConfig, sources: Sequence[Source], inputs: Any) -> int | None:
+def _expected_rows(
+    config: DataConfig, sources: Sequence[Source], inputs: Sequence[Mapping[str, Any]]
+) -> int | None:
     """How many rows there will be, or None; lines are counted as rows here."""
     newlines = {facts["path"]: facts["newlines"] for facts in inputs}
     total = 0
@@ -268,19 +270,17 @@ def _expected_rows(config: DataConfig, sources: Sequence[Source], inputs: Any) -
 
 
 @contextmanager
-def _temporary_folder(output: Path) -> Iterator[Path]:
+def _temporary_folder(output: Path) -> Generator[Path]:
     """A folder on the output's file system that is removed at the end, with every folder made for
     it, unless it was renamed. Raises UsageError when it cannot be made."""
     output = output.expanduser().absolute()
     place = output / FOLDER if output.is_dir() else next(p for p in output.parents if p.is_dir())
-    name = output.name if not output.is_dir() else ""
+    prefix = TEMPORARY if output.is_dir() else f".{output.name}{TEMPORARY}"
     made = not place.exists()
     try:
         place.mkdir(exist_ok=True)
-        _remove_leftovers(place, f".{name}{TEMPORARY}" if name else TEMPORARY)
-        folder = place / (f".{name}{TEMPORARY}" if name else TEMPORARY).__add__(
-            f"{socket.gethostname()}-{os.getpid()}"
-        )
+        _remove_leftovers(place, prefix)
+        folder = place / f"{prefix}{socket.gethostname()}-{os.getpid()}"
         folder.mkdir()
     except OSError as error:
         raise UsageError(f"--output {output}: cannot be written: {error.strerror}") from error
@@ -305,17 +305,23 @@ def _publish(folder: Path, target: Path, report: Report) -> PreparedStore:
     """Rename the whole store into place; where another job was faster, its store is the same."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (target / INFO).exists():
-            shutil.rmtree(folder)
-        else:
+        if not _is_whole(target):
             shutil.rmtree(target, ignore_errors=True)
             folder.rename(target)
     except OSError as error:
-        if not (target / INFO).exists():
+        if not _is_whole(target):
             raise UsageError(f"--output {target}: cannot be written: {error.strerror}") from error
     store = PreparedStore.open(target)
     report(describe(store))
     return store
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        PreparedStore.open(folder)
+    except RunError:
+        return False
+    return True
 
 
 def describe(store: PreparedStore) -> str:

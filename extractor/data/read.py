@@ -18,11 +18,11 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, Protocol, cast
 
 import zstandard
 
@@ -47,8 +47,10 @@ class Source(Protocol):
         files: what its identity is made of, in order.
     """
 
-    name: str
-    files: tuple[Path, ...]
+    @property
+    def name(self) -> str: ...
+    @property
+    def files(self) -> tuple[Path, ...]: ...
 
     def records(self) -> Iterator[Record]:
         """(line, record); the line counts from 1."""
@@ -382,7 +384,7 @@ class _ZstdReader:
     """Lines and blocks of a .zst file. zstandard's own stream reader takes a cut file for a whole
     one; this one raises EOFError."""
 
-    def __init__(self, raw: BinaryIO) -> None:
+    def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._buffer = b""
         self._stream = zstandard.ZstdDecompressor().decompressobj()
@@ -428,7 +430,7 @@ class _ZstdReader:
 
 
 @contextmanager
-def _opened(path: Path, compression: str) -> Iterator[Any]:
+def _opened(path: Path, compression: str) -> Generator[Any]:
     """A binary file to read or to iterate over lines, decompressed."""
     with gzip.open(path) if compression == ".gz" else path.open("rb") as handle:
         yield _ZstdReader(handle) if compression == ".zst" else handle

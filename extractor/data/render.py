@@ -41,8 +41,21 @@ class Kind(IntEnum):
     OTHER = 3
 
 
+_PROBE: Message = {"role": "user", "content": "Is it?"}
+
 # (text, number of its message, what it is, may the proof change it) -> text
 Rewrite = Callable[[str, int, Kind, bool], str]
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """A string of a tool call. spoken: a name or a value among the arguments, and not an
+    id or a key; printed: at least one of its characters is."""
+
+    message: int
+    text: str
+    spoken: bool
+    printed: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +69,7 @@ class Trace:
         message: int64 [n], whose text it is: a message's number, TOOLS or NOBODY.
         kind: int8 [n], a Kind; meaningless where nobody's.
         copied: bool [n], the second and later prints of a character that was printed before.
-        lost_calls: numbers of the messages with a tool call of which the name or a text among the
-            arguments is not printed.
+        calls: the strings of tool calls, with what became of them.
     """
 
     text: str
@@ -66,7 +78,7 @@ class Trace:
     message: np.ndarray
     kind: np.ndarray
     copied: np.ndarray
-    lost_calls: frozenset[int]
+    calls: tuple["CallText", ...]
 
     def bones(self) -> str:
         """The text with a NUL for every character that is somebody's: searches for a header or an
@@ -96,14 +108,38 @@ class ChatTemplate:
         tree = compiled.environment.parse(source)
         literals = {n.value for n in tree.find_all(jinja2.nodes.Const) if isinstance(n.value, str)}
         ordered = sorted(filter(None, literals), key=len, reverse=True)
-        self._literals = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        # At every position, the longest that begins there: they may overlap.
+        self._literals = re.compile(f"(?=({'|'.join(map(re.escape, ordered)) or '(?!)'}))")
+        self._parts = False
+        self._parts = not self._prints() and self._prints(parts=True)
         self.has_generation_blocks = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
+
+    def _prints(self, parts: bool = False) -> bool:
+        """Does it print a content given as a text, or as a list of parts?"""
+        self._parts = parts
+        for talk in ([_PROBE], [_PROBE, {"role": "assistant", "content": "Yes."}]):
+            try:
+                if (self.trace(Conversation(talk)).message == 0).any():
+                    return True
+            except Exception:  # it refuses, in whatever way
+                continue
+        return False
+
+    def _form(self, conversation: Conversation) -> Conversation:
+        """Templates of models that see want each content as a list of parts."""
+        if not self._parts:
+            return conversation
+        messages = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            for message in conversation.messages
+        ]
+        return Conversation(messages, conversation.tools, conversation.unweighted)
 
     def plain(self, conversation: Conversation, generation_prompt: bool = False) -> str:
         """transformers' own render. Raises whatever the template raises."""
         rendered, _ = render_jinja_template(
-            conversations=[conversation.messages],
-            tools=conversation.tools,
+            conversations=[self._form(conversation).messages],
+            tools=conversation.tools,  # pyright: ignore[reportArgumentType]
             chat_template=self.source,
             add_generation_prompt=generation_prompt,
             **self.variables,
@@ -118,7 +154,7 @@ class ChatTemplate:
         self, conversation: Conversation, generation_prompt: bool = False
     ) -> tuple[Trace, "_Sources"]:
         sources = _Sources()
-        tainted = rewrite(conversation, sources.add)
+        tainted = rewrite(self._form(conversation), sources.add)
         self._reset()
         pieces = self._tainted.generate(
             messages=tainted.messages,
@@ -204,7 +240,13 @@ def _rewrite_message(message: Message, number: int, change: Rewrite) -> Message:
         if key == "role":
             new[key] = value
         elif key == "content":
-            new[key] = change(value, number, Kind.CONTENT if assistant else Kind.OTHER, True)
+            kind = Kind.CONTENT if assistant else Kind.OTHER
+            if isinstance(value, list):  # the form with parts, which are all texts
+                new[key] = [
+                    {**part, "text": change(part["text"], number, kind, True)} for part in value
+                ]
+            else:
+                new[key] = change(value, number, kind, True)
         elif assistant and key in REASONING_KEYS:
             new[key] = change(value, number, Kind.REASONING, True)
         elif assistant and key == "tool_calls":
@@ -279,21 +321,23 @@ def _trace(rendered: str, sources: _Sources) -> Trace:
         copied[here] = True
         copied[here[first]] = False
     plain = "".join([rendered])
-    lost = _lost_calls(sources, lengths, origin[here])
-    return Trace(plain, origin, block, message, kind, copied, lost)
+    calls = _call_texts(sources, lengths, origin[here])
+    return Trace(plain, origin, block, message, kind, copied, calls)
 
 
-def _lost_calls(sources: _Sources, lengths: list[int], printed: np.ndarray) -> frozenset[int]:
+def _call_texts(sources: _Sources, lengths: list[int], printed: np.ndarray) -> tuple[CallText, ...]:
     ends = np.cumsum(lengths)
     seen = np.zeros(int(ends[-1]) if lengths else 0, bool)
     seen[printed] = True
-    return frozenset(
-        sources.messages[number]
+    return tuple(
+        CallText(
+            sources.messages[number],
+            text,
+            sources.free[number],
+            bool(seen[ends[number] - lengths[number] : ends[number]].any()),
+        )
         for number, text in enumerate(sources.texts)
         if sources.kinds[number] == Kind.CALL
-        and sources.free[number]
-        and text.strip()
-        and not seen[ends[number] - lengths[number] : ends[number]].any()
     )
 
 
@@ -333,14 +377,13 @@ def _disguise(table: dict[int, int], kinds: frozenset[Kind]) -> Disguise:
         if kind not in kinds:
             return text
         changed = text.translate(table)
-        kept = [found.span() for found in literals.finditer(text)]
-        if not kept:
-            return changed
         pieces: list[str] = []
         position = 0
-        for start, stop in kept:
-            pieces += (changed[position:start], text[start:stop])
-            position = stop
+        for found in literals.finditer(text):
+            start, stop = max(found.start(1), position), found.end(1)
+            if stop > position:
+                pieces += (changed[position:start], text[start:stop])
+                position = stop
         return "".join([*pieces, changed[position:]])
 
     return disguise

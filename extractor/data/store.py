@@ -18,7 +18,7 @@ import json
 import mmap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, overload
 
@@ -43,6 +43,23 @@ ARRAYS: dict[str, str] = {
     "files.i32": "<i4",
     "lines.i64": "<i8",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a store was made from.
+
+    Attributes:
+        digest, parts: as in PreparedStore.
+        model: the model's folder, for its tokenizer; not part of the digest.
+        inputs: the input files as they were (digest.py), so that unchanged ones need not be read
+            again to know them.
+    """
+
+    digest: str
+    parts: dict[str, str]
+    model: str
+    inputs: list[dict[str, Any]]
 
 
 class StoreWriter:
@@ -91,14 +108,13 @@ class StoreWriter:
         self.reasons[refusal.reason] += 1
         self._handles[REJECTS].write(json.dumps(asdict(refusal)).encode() + b"\n")
 
-    def close(self, rows: int, digest: str, parts: Mapping[str, str], inputs: Any) -> None:
-        """Write what makes the folder a store. inputs: JSON, kept for whoever asks again."""
+    def close(self, rows: int, identity: "Identity") -> None:
+        """Write what makes the folder a store."""
         for handle in self._handles.values():
             handle.close()
         info = {
             "schema": SCHEMA,
-            "digest": digest,
-            "parts": dict(parts),
+            **asdict(identity),
             "rows": rows,
             "samples": self.samples,
             "rows_sampled": self._rows_sampled,
@@ -107,7 +123,6 @@ class StoreWriter:
             "truncated": self.truncated,
             "reasons": dict(self.reasons),
             "files": list(self._files),
-            "inputs": inputs,
         }
         (self.folder / INFO).write_text(json.dumps(info, indent=1))
 
@@ -138,7 +153,10 @@ class PreparedStore:
         self._info = info
         self._arrays = {name: _mapped(path / name, dtype) for name, dtype in ARRAYS.items()}
         ends = self._arrays["ends.i64"]
-        if len(ends) != info["samples"] or len(self._arrays["ids.i32"]) != info["tokens"]:
+        lengths = {name: len(array) for name, array in self._arrays.items()}
+        names = int(self._arrays["name_ends.i64"][-1]) if len(ends) else 0
+        whole = {"ids.i32": info["tokens"], "mask.u8": info["tokens"], "names.utf8": names}
+        if lengths != dict.fromkeys(ARRAYS, info["samples"]) | whole:
             raise RunError(f"{path}: the prepared store is damaged; remove it and prepare again")
         self.lengths = np.diff(ends, prepend=0).astype(np.int32)
         self.rows = self._arrays["rows.i64"]
@@ -153,7 +171,7 @@ class PreparedStore:
             if info["schema"] != SCHEMA:
                 raise RunError(f"{path}: a prepared store of another version; prepare again")
             return cls(path, info)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, IndexError) as error:
             raise RunError(f"{path}: not a prepared store: {error}") from error
 
     def __len__(self) -> int:
@@ -163,9 +181,14 @@ class PreparedStore:
         return f"PreparedStore({self.path}: {len(self)} samples, {self._info['tokens']} tokens)"
 
     @property
-    def inputs(self) -> Any:
-        """The input files as they were when this was prepared: JSON."""
+    def inputs(self) -> list[dict[str, Any]]:
+        """The input files as they were when this was prepared."""
         return self._info["inputs"]
+
+    @property
+    def model(self) -> str:
+        """The folder of the model that this was prepared for."""
+        return self._info["model"]
 
     def sample(self, index: int) -> Sample:
         """Sample `index` of N."""
@@ -221,7 +244,7 @@ class _Rejects(Sequence[Reject]):
     def __iter__(self) -> Iterator[Reject]:
         with self._path.open(encoding="utf-8") as lines:
             for line in lines:
-                yield _reject(json.loads(line))
+                yield as_reject(Refusal(**json.loads(line)))
 
     @overload
     def __getitem__(self, key: int) -> Reject: ...
@@ -231,9 +254,26 @@ class _Rejects(Sequence[Reject]):
         return list(self)[key]
 
 
-def _reject(line: dict[str, Any]) -> Reject:
-    source = f"{line.pop('file')}:{line.pop('line')}"
-    return Reject(source=source, **line)
+def as_reject(refusal: Refusal) -> Reject:
+    return Reject(
+        row=refusal.row,
+        turn=refusal.turn,
+        id=refusal.id,
+        source=f"{refusal.file}:{refusal.line}",
+        reason=refusal.reason,
+        detail=refusal.detail,
+    )
+
+
+def as_sample(piece: Piece) -> Sample:
+    return Sample(
+        row=piece.row,
+        turn=piece.turn,
+        id=piece.id,
+        source=f"{piece.file}:{piece.line}",
+        input_ids=torch.from_numpy(piece.ids.astype(np.int64)),
+        loss_mask=torch.from_numpy(piece.mask),
+    )
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:

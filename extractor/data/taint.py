@@ -10,6 +10,7 @@ origin, never a wrong one, and the proof in render.py finds it.
 
 import inspect
 import json
+import operator
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator
@@ -63,7 +64,7 @@ class Tainted(str):
             if step == 1:
                 return self.cut(start, max(start, stop))
             return concat(self.cut(i, i + 1) for i in range(start, stop, step))
-        index = key.__index__()
+        index = operator.index(key)  # TypeError for m["role"], as of any string
         index += len(self) if index < 0 else 0
         if not 0 <= index < len(self):
             raise IndexError("string index out of range")
@@ -79,9 +80,10 @@ class Tainted(str):
         return concat((other, self)) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, times: SupportsIndex) -> str:
-        return concat([self] * times.__index__())
+        return concat([self] * operator.index(times))
 
-    __rmul__ = __mul__
+    def __rmul__(self, times: SupportsIndex) -> str:
+        return self * times
 
     def join(self, iterable: Iterable[str], /) -> str:
         pieces: list[str] = []
@@ -152,7 +154,7 @@ class Tainted(str):
         return self.cut(0, at), self.cut(at, after), self.cut(after, len(self))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
-        limit = count.__index__()
+        limit = operator.index(count)
         if (
             not old
         ):  # inserts between all characters: nobody's template does, so it may lose origins
@@ -342,9 +344,10 @@ def taint_template(
     )
     environment.globals.update(theirs.globals)
     environment.tests.update(theirs.tests)
-    environment.filters.update(theirs.filters)
-    environment.filters.update(
-        tojson=_tainted_tojson(theirs.filters["tojson"]),
+    filters: dict[str, Any] = environment.filters  # pyright: ignore[reportAssignmentType]
+    filters.update(theirs.filters)
+    filters.update(
+        tojson=_tainted_tojson(filters["tojson"]),
         join=_join,
         replace=_replace,
         indent=_indent,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from extractor.config import DataConfig, key_value
@@ -14,6 +15,9 @@ from extractor.data.sample import Converter, Rules
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
 
+# A model folder without any of these has no tokenizer.
+TOKENIZER_FILES = ("tokenizer*", "*.tiktoken", "vocab.*", "*.model", "tekken.json", "*.gguf")
+
 # Joined and split by tokenizers in different ways: both of ours must agree on it.
 PROBE = "Hello  wörld!\n\n  don't 12345 東京 🙂\tx"
 
@@ -22,8 +26,10 @@ def load_rules(config: DataConfig, model: ModelSpec) -> Rules:
     """Raises UsageError for a tokenizer or a template that cannot be read."""
     arguments = template_arguments(config)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            model.path, trust_remote_code=config.trust_remote_code
+        tokenizer: Any = (
+            AutoTokenizer.from_pretrained(model.path, trust_remote_code=config.trust_remote_code)
+            if any(path for name in TOKENIZER_FILES for path in model.path.glob(name))
+            else _no_tokenizer()
         )
     except Exception as error:  # OSError, ValueError, and whatever a tokenizer's own code raises
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -52,6 +58,12 @@ def load_rules(config: DataConfig, model: ModelSpec) -> Rules:
             min_supervised=config.min_supervised,
         ),
     )
+
+
+def _no_tokenizer() -> PreTrainedTokenizerFast:
+    """For a folder of a shape alone, whose rows can only be ids: text becomes no tokens, and such a
+    row is rejected."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
 
 
 def load_converter(rules: Rules) -> Converter:

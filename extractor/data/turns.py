@@ -63,12 +63,17 @@ class TurnShape:
         prompts: by the role of the message before, (what closes that message, that and the
             generation prompt).
         terminators: end-of-turn tokens.
+        eos: the tokenizer's own end token, or "".
+        openers: by the role of the message after a tool call, what opens that message; for
+            templates that end a turn by no token.
         special: matches any special token.
     """
 
     header: str
     prompts: Mapping[str, tuple[str, str]]
     terminators: frozenset[str]
+    eos: str
+    openers: Mapping[str, str]
     special: "re.Pattern[str]" = field(repr=False)
 
     @classmethod
@@ -83,7 +88,8 @@ class TurnShape:
         if not header.strip():
             header = _lead(template, closing) or header
         terminators = _terminators(template, special) | ({eos} if eos else set())
-        return cls(header, prompts, frozenset(terminators), special)
+        openers = _openers(template)
+        return cls(header, prompts, frozenset(terminators), eos or "", openers, special)
 
 
 def _try(template: ChatTemplate, *messages: Message, prompt: bool = False) -> Trace | None:
@@ -146,11 +152,28 @@ def _terminators(template: ChatTemplate, special: "re.Pattern[str]") -> set[str]
     if first:
         found.add(first[0])
         found |= _history_terminator(template, special, first[0])
-    called = _tail(_try(template, _USER, _CALL)) or ""
-    closers = special.findall(called)
+    called = _try(template, _USER, _CALL)
+    printed = called is not None and any(call.printed and call.spoken for call in called.calls)
+    closers = special.findall(_tail(called) or "") if printed else []
     if closers and not found & set(closers):
         found.add(closers[-1])
     return found
+
+
+def _openers(template: ChatTemplate) -> dict[str, str]:
+    closed = _tail(_try(template, _USER, _CALL))
+    openers: dict[str, str] = {}
+    for message in (_RESULT, _AGAIN):
+        trace = _try(template, _USER, _CALL, message)
+        if trace is None or closed is None:
+            continue
+        said = np.flatnonzero((trace.message == 1) & ~trace.copied)
+        after = np.flatnonzero((trace.message == 2) | trace.copied)
+        after = after[after > said[-1]] if len(said) else after[:0]
+        between = trace.text[int(said[-1]) + 1 : int(after[0])] if len(after) else ""
+        if between.startswith(closed) and between != closed:
+            openers[message["role"]] = between[len(closed) :]
+    return openers
 
 
 def _history_terminator(template: ChatTemplate, special: "re.Pattern[str]", final: str) -> set[str]:
@@ -236,7 +259,8 @@ def _turn_span(
     high = int(after[0]) if len(after) else len(bones)
     is_call = "tool_calls" in conversation.messages[turn]
     start = low + _begin(bones[low:first], conversation, shape, turn, trace.kind[first])
-    stop = last + 1 + _end(bones[last + 1 : high], shape, turn, is_call)
+    following = conversation.messages[turn + 1]["role"] if high < len(bones) else ""
+    stop = last + 1 + _end(bones[last + 1 : high], shape, turn, is_call, following)
     return Span(turn, start, stop)
 
 
@@ -251,6 +275,8 @@ def _begin(lead: str, conversation: Conversation, shape: TurnShape, turn: int, k
         shared = len(_shared(lead, opening))
         if shared < len(opening):
             shared = _whole(opening, shared, shape, at_least=len(closing))
+        if not header and kind != Kind.CALL and not lead[shared:].strip():
+            return len(lead)  # a space that the template prints before an answer
         if shared > len(closing) or not header:
             return shared
         if shared == len(opening):
@@ -273,18 +299,27 @@ def _whole(text: str, length: int, shape: TurnShape, at_least: int) -> int:
     return max((end for end in ends if at_least <= end <= length), default=at_least)
 
 
-def _end(tail: str, shape: TurnShape, turn: int, is_call: bool) -> int:
-    """How much of the template's text after the turn's last character is still the turn's."""
+def _end(tail: str, shape: TurnShape, turn: int, is_call: bool, following: str) -> int:
+    """How much of the template's text after the turn's last character is still the turn's.
+
+    Args:
+        following: the role of the next message, when more of the conversation follows.
+    """
     for found in shape.special.finditer(tail):
         if found[0] in shape.terminators:
-            return found.end()
+            # Some close an answer with a token of its own and then the turn with another.
+            closed = shape.eos and tail.startswith(shape.eos, found.end())
+            return found.end() + (len(shape.eos) if closed else 0)
         if not is_call:
             return 0
-    if is_call and "\0" not in tail and not tail.strip().strip("}]\"'"):
+    if not is_call:
+        return 0
+    opener = shape.openers.get(following, "")
+    if not following:
         return len(tail.rstrip())
-    if is_call and tail.strip():
-        raise BadRow("mask_unproved", f"where the tool calls of turn {turn} end is not certain")
-    return 0
+    if opener and tail.endswith(opener):
+        return len(tail) - len(opener)
+    raise BadRow("mask_unproved", f"where the tool calls of turn {turn} end is not certain")
 
 
 def _block_spans(trace: Trace, wanted: list[int]) -> list[Span]:
@@ -315,7 +350,7 @@ def check_rendered(trace: Trace, conversation: Conversation, wanted: Collection[
     Raises:
         BadRow: "not_rendered", "tool_calls_not_rendered", "tools_not_rendered", "empty_assistant".
     """
-    shown = {(int(m), int(k)) for m, k in _distinct(trace)}
+    shown = _distinct(trace)
     printed = {message for message, _ in shown}
     if conversation.tools and not any(message < NOBODY for message in printed):
         raise BadRow("tools_not_rendered", "the chat template does not print the row's tools")
@@ -330,10 +365,10 @@ def check_rendered(trace: Trace, conversation: Conversation, wanted: Collection[
             raise BadRow(
                 "not_rendered", f"the chat template drops what the assistant says in turn {number}"
             )
-        if number in trace.lost_calls:
+        if lost := _lost_in_calls(trace, number):
             raise BadRow(
                 "tool_calls_not_rendered",
-                f"the chat template does not print the tool calls of turn {number}",
+                f"the chat template does not print the tool calls of turn {number} ({lost[:60]!r})",
             )
         if number in wanted and not any((number, kind) in shown for kind in list(Kind)[:3]):
             raise BadRow(
@@ -341,7 +376,20 @@ def check_rendered(trace: Trace, conversation: Conversation, wanted: Collection[
             )
 
 
-def _distinct(trace: Trace) -> np.ndarray:
-    """[k, 2] pairs (message, kind) that print at least one character of their own."""
+def _lost_in_calls(trace: Trace, turn: int) -> str:
+    """A name or an argument that is not printed, or "". (A name that an id repeats, as in
+    functions.look_up:0, is printed with that.)"""
+    calls = [call for call in trace.calls if call.message == turn]
+    printed = [call.text for call in calls if call.printed and not call.spoken]
+    for call in calls:
+        lost = call.spoken and not call.printed and call.text.strip()
+        if lost and not any(call.text in text for text in printed):
+            return call.text
+    return ""
+
+
+def _distinct(trace: Trace) -> set[tuple[int, int]]:
+    """Pairs (message, kind) that print at least one character of their own."""
     here = (trace.origin >= 0) & ~trace.copied
-    return np.unique(np.stack([trace.message[here], trace.kind[here]], axis=1), axis=0)
+    codes = np.unique((trace.message[here] << 3) | trace.kind[here])
+    return {(code >> 3, code & 7) for code in codes.tolist()}

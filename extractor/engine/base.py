@@ -1,5 +1,6 @@
 """What the pipeline asks of an engine; small, so that a fake one can drive the whole pipeline."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -7,6 +8,7 @@ import torch
 
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
+from extractor.selfcheck import SelfCheck
 from extractor.states import States
 from extractor.topology import Place
 
@@ -62,6 +64,11 @@ class Engine(Protocol):
         done. Every tp rank of the replica must be given the same batches in the same order."""
         ...
 
+    def self_check(self) -> SelfCheck | None:
+        """Prove that the states are what their names say; None when there is nothing to prove.
+        All tp ranks call it together. Raises RunError."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -76,7 +83,7 @@ class Backend(Protocol):
         """Called once in a process, before anything else of the backend's."""
         ...
 
-    def check_model(self, spec: ModelSpec, place: Place) -> None:
+    def check_model(self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
         """Refuse what cannot run, before any weight is read. Raises UsageError."""
         ...
 

@@ -13,8 +13,11 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import logging
+import os
+import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +63,8 @@ def installed_version() -> tuple[int, ...]:
         text = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(f"SGLang is not installed; supported:\n{SUPPORTED_TABLE}") from None
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in text.split(".")[:3])
+    # Not the digits of each part: 0.5.23+cu130 is a 0.5.23.
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
 
 
 def require_supported() -> tuple[int, ...]:
@@ -87,20 +91,25 @@ def symbol(module: str, name: str) -> Any:
 # Server arguments ---------------------------------------------------------------------------------
 
 
-def server_args(values: dict[str, Any], user: dict[str, str]) -> Any:
-    """ServerArgs from our own values and the user's --sglang KEY=VALUE, which win.
+def typed_args(user: Mapping[str, str]) -> dict[str, Any]:
+    """The user's --sglang KEY=VALUE as values of ServerArgs' own types.
 
     Raises UsageError for an unknown key, naming the nearest, and for a value of another type."""
     kind = symbol("sglang.srt.server_args", "ServerArgs")
     fields = list(inspect.signature(kind).parameters)
     hints = typing.get_type_hints(kind)
+    typed: dict[str, Any] = {}
     for key, text in user.items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UsageError(f"--sglang {key}: no such field of SGLang's ServerArgs{hint}")
-        values[key] = _typed(key, text, hints.get(key, str))
-    return kind(**values)
+        typed[key] = _typed(key, text, hints.get(key, str))
+    return typed
+
+
+def server_args(values: dict[str, Any]) -> Any:
+    return symbol("sglang.srt.server_args", "ServerArgs")(**values)
 
 
 def _typed(key: str, text: str, hint: Any) -> Any:
@@ -124,6 +133,17 @@ def _typed(key: str, text: str, hint: Any) -> Any:
 def allow_attention_backend(name: str) -> None:
     """Let ServerArgs accept the CPU platform's own attention backend by name."""
     symbol("sglang.srt.server_args", "add_attention_backend_choices")([name])
+
+
+def wants_listed_backend(architecture: str) -> str | None:
+    """A backend's name that SGLang takes for a model with attention sinks, which it gives only to
+    backends on a list of its own; None for models that run with any."""
+    return "intel_amx" if architecture == "GptOssForCausalLM" else None
+
+
+def runs_in_bfloat16_only(architecture: str) -> bool:
+    """Whether SGLang's class makes its weights bfloat16 whatever dtype is asked for."""
+    return architecture == "GptOssForCausalLM"
 
 
 def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:
@@ -229,6 +249,14 @@ def has_marks(model_class: type) -> bool:
 def architectures_with_marks() -> list[str]:
     registry = symbol("sglang.srt.models.registry", "ModelRegistry")
     return sorted(name for name, kind in registry.models.items() if has_marks(kind))
+
+
+def hide_nccl() -> None:
+    """Up to 0.5.20 SGLang opens NCCL whenever the library is there, and gives it the CPU for a GPU."""
+    if installed_version() < _NO_PS_SINCE:
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent/libnccl.so")
+        wrapper = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
+        logging.getLogger(wrapper).setLevel(logging.CRITICAL)
 
 
 # The CPU platform's memory pools ------------------------------------------------------------------

@@ -118,6 +118,15 @@ def _create(runner: Any) -> PrefillAttention:
     return PrefillAttention(runner)
 
 
+def attention_backend(listed: str | None) -> str:
+    """The name to run this attention by: its own, or one that SGLang lists for a model that it lets
+    run with no other. Must be one that a CPU without SGLang's kernels could not run anyway."""
+    if listed is None:
+        return ATTENTION_BACKEND
+    register_attention_backend(listed)(_create)
+    return listed
+
+
 def _expand_always(attention: Any, forward_batch: Any) -> AttnForwardMethod:
     return AttnForwardMethod.MHA
 

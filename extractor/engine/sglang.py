@@ -4,11 +4,13 @@ are ours, one ForwardBatch a step, without padding, and nothing of one survives 
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
@@ -16,6 +18,7 @@ from extractor.engine.base import Engine, EngineInfo, EngineOptions
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
+from extractor.selfcheck import PROMPT_TOKENS, SelfCheck, self_check
 from extractor.states import States
 from extractor.topology import Place
 
@@ -23,6 +26,21 @@ logger = logging.getLogger(__name__)
 
 # SGLang writes the keys and values of padding tokens to slot 0.
 FIRST_SLOT = 1
+
+# ServerArgs that split a model or its batches in ways that leave a rank's stream a part of the whole,
+# or in other ranks' hands: each has one value that is right here.
+SINGLE: dict[str, Any] = {
+    "pp_size": 1,
+    "dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "moe_dp_size": 1,
+    "nnodes": 1,
+    "enable_dp_attention": False,
+    "enable_two_batch_overlap": False,
+    "speculative_algorithm": None,
+    "enable_lora": False,
+}
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:
@@ -54,13 +72,14 @@ def prepare_process(device: torch.device, place: Place, verbose: bool = False) -
     ranks = max(place.world_size, 1)
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+    compat.hide_nccl()
     # Saves a compile of the embedding's mask, 15 seconds on a small machine.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(len(cores) // local, 1))
 
 
-def check_model(spec: ModelSpec, place: Place) -> None:
+def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
     """Refuse what cannot run, before any weight is read. Raises UsageError."""
     if spec.num_heads % place.tp:
         raise UsageError(
@@ -73,6 +92,12 @@ def check_model(spec: ModelSpec, place: Place) -> None:
             f"tensor parallelism of {place.tp} and the model's {spec.num_kv_heads} key-value heads: "
             "neither divides the other"
         )
+    for name, value in compat.typed_args(sglang_args).items():
+        if value != SINGLE.get(name, value):
+            raise UsageError(
+                f"--sglang {name}={value}: not supported here; split the model with --tp, and run "
+                "replicas of it by starting more ranks"
+            )
     model_class = compat.model_class(spec.architecture)
     if model_class is None or not compat.has_marks(model_class):
         raise UsageError(
@@ -80,6 +105,14 @@ def check_model(spec: ModelSpec, place: Place) -> None:
             f"{'.'.join(map(str, compat.installed_version()))}; these do: "
             + ", ".join(compat.architectures_with_marks())
         )
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has matrix instructions for bfloat16, without which it is emulated."""
+    flags = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line), ""
+    )
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
 
 
 class SGLangEngine:
@@ -134,15 +167,16 @@ class SGLangEngine:
             "log_level": "info" if options.verbose else "error",
         }
         if options.device.type == "cpu":
-            from extractor.engine.cpu_attention import ATTENTION_BACKEND
+            from extractor.engine.cpu_attention import attention_backend
 
-            compat.allow_attention_backend(ATTENTION_BACKEND)
-            values["attention_backend"] = ATTENTION_BACKEND
-        args = compat.server_args(values, options.sglang_args)
-        for name, single in (("pp_size", 1), ("dp_size", 1), ("enable_dp_attention", False)):
-            if getattr(args, name) != single:
-                raise UsageError(f"--sglang {name}={getattr(args, name)}: not supported, use --tp")
-        return args
+            name = attention_backend(compat.wants_listed_backend(spec.architecture))
+            compat.allow_attention_backend(name)
+            values["attention_backend"] = name
+            in_bfloat16 = compat.runs_in_bfloat16_only(spec.architecture)
+            if not in_bfloat16 and not _cpu_multiplies_bfloat16():
+                # Eight times faster there, and exacter; what is stored is rounded once, at the end.
+                values["dtype"] = "float32"
+        return compat.server_args(values | compat.typed_args(options.sglang_args))
 
     @cached_property
     def info(self) -> EngineInfo:
@@ -157,6 +191,7 @@ class SGLangEngine:
                 "model_class": type(runner.model).__name__,
                 "backbone_class": type(self._backbone).__name__,
                 "attention_backend": type(runner.attn_backend).__name__,
+                "compute_dtype": str(runner.model_config.dtype).removeprefix("torch."),
                 "quantization": runner.model_config.quantization,
                 "tp": self._args.tp_size,
                 "kv_pool_tokens": runner.max_total_num_tokens,
@@ -179,17 +214,57 @@ class SGLangEngine:
                 pieces.setdefault(name, []).append(state.clone() if more else state)
         return CapturedBatch(batch, {name: torch.cat(parts) for name, parts in pieces.items()})
 
+    @torch.no_grad()
+    def self_check(self) -> SelfCheck:
+        """Prove the captured states on a short prompt; all tp ranks call it together. RunError."""
+        ids = torch.arange(1, PROMPT_TOKENS + 1) * 97 % self._runner.model_config.vocab_size
+
+        def run() -> dict[str, torch.Tensor]:
+            return self._run(ids, (len(ids),))
+
+        return self_check(run, self._backbone, self.capture.states, self._across_ranks)
+
+    def _across_ranks(self, state: torch.Tensor) -> float:
+        if self._args.tp_size == 1:
+            return 0.0
+        first = state.float().clone()
+        dist.broadcast(first, 0)
+        difference = (state.float() - first).norm() / first.norm().clamp_min(1e-30)
+        dist.all_reduce(difference, dist.ReduceOp.MAX)
+        return float(difference)
+
+    def active_parameters(self) -> int:
+        """Weights of the decoder layers that a token meets on this rank: routed experts count by the
+        share of them that a token is sent to. For FLOP counts: two a weight and token."""
+        text = self._runner.model_config.hf_text_config
+        chosen = getattr(text, "num_experts_per_tok", None) or 0
+        total = 0
+        for name, weight in self._backbone.named_parameters():
+            if not name.startswith("layers.") or weight.dim() < 2:
+                continue
+            routed = weight.dim() == 3 and "experts" in name
+            total += weight[0].numel() * chosen if routed else weight.numel()
+        return total
+
+    @torch.no_grad()
+    def forward_bare(self, batch: Batch) -> None:
+        """The backbone's pass and nothing else, once capture.remove() was called: what benchmarks
+        compare the whole pipeline with."""
+        self._pass(self._forward_batch(batch.input_ids, batch.lengths, 0))
+
     def _run(
         self, ids: torch.Tensor, lengths: Sequence[int], prefix: int = 0, more: bool = False
     ) -> dict[str, torch.Tensor]:
         forward_batch = self._forward_batch(ids, lengths, prefix)
-        attention = self._runner.attn_backend
         if self._options.device.type == "cpu":
-            attention.more_to_come = more
-        with compat.forward_scope(self._runner, forward_batch):
-            attention.init_forward_metadata(forward_batch)
-            self._backbone(forward_batch.input_ids, self._positions(forward_batch), forward_batch)
+            self._runner.attn_backend.more_to_come = more
+        self._pass(forward_batch)
         return self.capture.take()
+
+    def _pass(self, forward_batch: Any) -> None:
+        with compat.forward_scope(self._runner, forward_batch):
+            self._runner.attn_backend.init_forward_metadata(forward_batch)
+            self._backbone(forward_batch.input_ids, self._positions(forward_batch), forward_batch)
 
     def _positions(self, forward_batch: Any) -> torch.Tensor:
         positions = forward_batch.positions

@@ -5,7 +5,7 @@ tensor-parallel replica hang and break as a real one does.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -53,6 +53,8 @@ class FakeEngine:
             details={"fake": True},
         )
 
+    def self_check(self) -> None: ...
+
     def forward(self, batch: Batch) -> CapturedBatch:
         self._before(self._passes)
         self._passes += 1
@@ -86,7 +88,9 @@ class FakeBackend:
     def prepare_process(self, device: torch.device, place: Place, verbose: bool = False) -> None:
         torch.set_num_threads(1)
 
-    def check_model(self, spec: ModelSpec, place: Place) -> None: ...
+    def check_model(
+        self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]
+    ) -> None: ...
 
     def build(
         self, spec: ModelSpec, states: States, place: Place, options: EngineOptions

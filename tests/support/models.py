@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,13 +93,60 @@ def _random(
 
 def _fix_routing(model: Any) -> None:
     """Give two experts of each layer, other ones in each, a selection bias beyond every score."""
+    for index, layer in enumerate(model.model.layers):
+        bias = getattr(getattr(layer.mlp, "gate", None), "e_score_correction_bias", None)
+        if bias is not None:
+            _prefer(bias, index, 2.0)
+
+
+def _fix_biased_router(model: Any) -> None:
+    """The same for routers that are a linear layer with a bias. Small, since the bias takes part in
+    the experts' weights, and a bfloat16 logit near 100 is rounded by a half."""
+    for index, layer in enumerate(model.model.layers):
+        _prefer(layer.mlp.router.bias, index, 4.0)
+
+
+def _separate_experts(model: Any) -> None:
+    """The same for routers without any bias: every token gets a common component, which two experts
+    of each layer look for and the others do not."""
     with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.1
         for index, layer in enumerate(model.model.layers):
-            bias = getattr(getattr(layer.mlp, "gate", None), "e_score_correction_bias", None)
-            if bias is not None:
-                count = len(bias)
-                bias.zero_()
-                bias[index * 2 % count] = bias[(index * 2 + 1) % count] = 2.0
+            gate = getattr(layer.mlp, "gate", None)
+            if gate is None:
+                continue
+            gate.weight[:, 0] = 0.0
+            _prefer(gate.weight[:, 0], index, 2.0)
+
+
+def _prefer(values: torch.Tensor, index: int, by: float) -> None:
+    """values [experts]: zero, but for two of them, others in each layer."""
+    with torch.no_grad():
+        values.zero_()
+        values[index * 2 % len(values)] = values[(index * 2 + 1) % len(values)] = by
+
+
+def _vary(model: Any) -> None:
+    """Biases and norm weights start as zeros and ones, under which a forgotten one changes nothing."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1 and name.endswith("bias"):
+                weight.normal_(std=0.1)
+            elif weight.dim() == 1 and "norm" in name:
+                weight.add_(torch.empty_like(weight).uniform_(-0.3, 0.3))
+
+
+def _both(*edits: Callable[[Any], None]) -> Callable[[Any], None]:
+    def edit(model: Any) -> None:
+        for each in edits:
+            each(model)
+
+    return edit
+
+
+def _grouped(kv_heads: int, **more: Any) -> dict[str, Any]:
+    """COMMON with fewer key-value heads, and fields of one family."""
+    return {**COMMON, "num_hidden_layers": 6, "num_key_value_heads": kv_heads, **more}
 
 
 def _dsv3_config() -> Any:
@@ -131,6 +179,39 @@ _DSV3_EXTRA: dict[str, Any] = dict(
 )
 
 
+def _kimi(path: Path, folder: Path) -> None:
+    """tiny_dsv3 inside Kimi-K2.5's multimodal wrapper, whose vision tower text rows never meet.
+    The plain model is kept beside it, in reference/, for transformers to read."""
+    text = build("tiny_dsv3", folder)
+    shutil.copytree(text, path / "reference")
+    for file in text.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            shutil.copy(file, path)
+    tensors = load_file(text / "model.safetensors")
+    named = {f"language_model.{name}": value for name, value in tensors.items()}
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    inner = json.loads((text / "config.json").read_text())
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": "bfloat16",
+        "text_config": inner,
+        "vision_config": {
+            "vt_hidden_size": 64,
+            "vt_num_attention_heads": 4,
+            "vt_num_hidden_layers": 1,
+            "vt_intermediate_size": 128,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 1,
+            "intermediate_size": 128,
+            "mm_hidden_size": 64,
+            "text_hidden_size": inner["hidden_size"],
+        },
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+
+
 def _variant(
     *,
     template: str | None = None,
@@ -154,8 +235,6 @@ def _variant(
 
 
 def _nan_for_zebra(path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(path / "model.safetensors")
     ids = AutoTokenizer.from_pretrained(path)(" zebra", add_special_tokens=False).input_ids
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -187,9 +266,98 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
     "tiny_qwen3moe": _random(
         lambda: transformers.Qwen3MoeConfig(
             num_hidden_layers=6, head_dim=64, num_experts=8, **MOE, **COMMON
-        )
+        ),
+        _separate_experts,
     ),
     "tiny_dsv3": _random(_dsv3_config, _fix_routing, _DSV3_EXTRA),
+    "tiny_llama": _random(lambda: transformers.LlamaConfig(**_grouped(4)), _vary),
+    "tiny_qwen2": _random(lambda: transformers.Qwen2Config(**_grouped(2)), _vary),
+    "tiny_mistral": _random(
+        lambda: transformers.MistralConfig(**_grouped(4, head_dim=64, sliding_window=None)), _vary
+    ),
+    "tiny_gemma3": _random(
+        lambda: transformers.Gemma3TextConfig(
+            **_grouped(
+                4,
+                head_dim=32,
+                sliding_window=32,
+                query_pre_attn_scalar=32,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                tie_word_embeddings=True,
+            )
+        ),
+        _vary,
+    ),
+    "tiny_gptoss": _random(
+        lambda: transformers.GptOssConfig(
+            **_grouped(
+                4,
+                head_dim=32,
+                intermediate_size=128,
+                sliding_window=32,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 1024,
+                    "rope_theta": 150000.0,
+                },
+            )
+        ),
+        _both(_vary, _fix_biased_router),
+    ),
+    "tiny_glm4moe": _random(
+        lambda: transformers.Glm4MoeConfig(
+            **_grouped(
+                4,
+                head_dim=32,
+                n_routed_experts=8,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                use_qk_norm=True,
+                attention_bias=True,
+                num_nextn_predict_layers=0,
+                **MOE,
+            )
+        ),
+        _both(_vary, _fix_routing),
+    ),
+    "tiny_kimi": _kimi,
+    "tiny_llama4": _random(
+        lambda: transformers.Llama4TextConfig(
+            **_grouped(
+                4,
+                head_dim=32,
+                intermediate_size=128,
+                intermediate_size_mlp=512,
+                num_local_experts=8,
+                num_experts_per_tok=1,
+                interleave_moe_layer_step=2,
+                attention_chunk_size=8192,
+            )
+        ),
+        _vary,
+    ),
+    "tiny_qwen3next": _random(
+        lambda: transformers.Qwen3NextConfig(
+            **_grouped(
+                4,
+                head_dim=32,
+                linear_key_head_dim=32,
+                linear_value_head_dim=32,
+                linear_num_key_heads=8,
+                linear_num_value_heads=8,
+                num_experts=8,
+                shared_expert_intermediate_size=128,
+                **MOE,
+            )
+        ),
+        _separate_experts,
+    ),
     "think": _variant(template="case_think"),
     "strict": _variant(template="case_strict"),
     "gentag": _variant(template="case_generation_tag"),

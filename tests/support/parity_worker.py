@@ -3,14 +3,18 @@
     torchrun --nproc-per-node TP -m tests.support.parity_worker MODEL DEVICE SPECS_JSON [KEY=VALUE ...]
 
 Prints a line "PARITY {...}" for each choice. A last sample is longer than the token budget.
+EXTRACTOR_PARITY_STATES names a file to save the states of the last choice's short samples in, for
+docs/families.py to compare two runs.
 """
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from extractor.engine import sglang as engine
@@ -24,6 +28,21 @@ BUDGET = 128
 LONG = 3 * BUDGET + 7
 
 
+def difference_alone(
+    runner: engine.SGLangEngine, batch: Batch, together: dict[str, torch.Tensor]
+) -> float:
+    """The largest relative difference of any sample's state when the sample runs by itself. All tp
+    ranks call it together."""
+    largest = 0.0
+    together = {name: state.clone() for name, state in together.items()}
+    for begin, end in zip(batch.offsets, batch.offsets[1:], strict=False):
+        ids = batch.input_ids[begin:end]
+        for name, state in runner.forward(Batch(2, (len(ids),), ids)).states.items():
+            want = together[name][begin:end].float()
+            largest = max(largest, float((state.float() - want).norm() / want.norm()))
+    return largest
+
+
 def main() -> None:
     model, device_name, specs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     sglang_args = dict(item.split("=", 1) for item in sys.argv[4:])
@@ -32,7 +51,7 @@ def main() -> None:
     engine.prepare_process(device, place)
     world = World(place)
     spec = ModelSpec.read(model)
-    engine.check_model(spec, place)
+    engine.check_model(spec, place, sglang_args)
     world.join_replica(device)
     options = engine.EngineOptions(
         device=device,
@@ -51,12 +70,15 @@ def main() -> None:
     long = Batch(1, (LONG,), pool[sum(LENGTHS) :])
     reference = None
     if place.rank == 0:
-        from tests.support.reference import Reference
+        from extractor.reference import Reference
 
-        reference = Reference(Path(model), str(device))
+        # A wrapper that transformers does not know keeps its plain language model in there.
+        plain = Path(model) / "reference"
+        reference = Reference(plain if plain.is_dir() else Path(model), str(device))
     for text in specs:
         states = States.resolve(text, True, spec.num_layers)
         runner.mark(states)
+        proof = runner.self_check()
         results = []
         for each in (batch, long):
             captured = runner.forward(each)
@@ -71,8 +93,20 @@ def main() -> None:
                 part = {name: state[begin:end] for name, state in captured.states.items()}
                 judged = reference.judge(each.input_ids[begin:end], part)
                 results += [{**asdict(j), "good": j.good, "repeats": equal} for j in judged]
+        together = runner.forward(batch).states
+        alone = difference_alone(runner, batch, together)
         if reference is not None:
-            print("PARITY", json.dumps({"layers": text, "results": results}), flush=True)
+            line = {
+                "layers": text,
+                "results": results,
+                "self_check": asdict(proof),
+                "alone": alone,
+                "engine": runner.info.details,
+            }
+            print("PARITY", json.dumps(line), flush=True)
+            if "EXTRACTOR_PARITY_STATES" in os.environ:
+                kept = {name: state.contiguous() for name, state in together.items()}
+                save_file(kept, os.environ["EXTRACTOR_PARITY_STATES"])
     world.leave()
 
 

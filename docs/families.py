@@ -1,0 +1,114 @@
+"""Makes the table in docs/families.md from what the parity tests found. From the repository's root:
+
+EXTRACTOR_PARITY_LEDGER=docs/families.jsonl python -m pytest tests/integration/test_parity.py
+python -m docs.families                          # writes the table
+python -m docs.families --log LOG MODEL TP       # adds what one run of parity_worker printed
+python -m docs.families --differ A B             # two files of EXTRACTOR_PARITY_STATES
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tests.support.parity_ledger import summary
+
+HERE = Path(__file__).resolve().parent
+LEDGER, PAGE = HERE / "families.jsonl", HERE / "families.md"
+BEGIN, END = "<!-- table: docs/families.py -->", "<!-- end -->"
+FAMILIES = {
+    "smollm2": "Llama (SmolLM2, real weights)",
+    "tiny_llama": "Llama",
+    "tiny_qwen2": "Qwen2",
+    "tiny_qwen3": "Qwen3",
+    "tiny_qwen3moe": "Qwen3-MoE",
+    "tiny_mistral": "Mistral",
+    "tiny_gemma3": "Gemma-3",
+    "tiny_gptoss": "GPT-OSS",
+    "tiny_glm4moe": "GLM-4-MoE",
+    "tiny_dsv3": "DeepSeek-V3",
+    "tiny_kimi": "Kimi-K2.5",
+    "tiny_llama4": "Llama-4",
+    "tiny_qwen3next": "Qwen3-Next",
+}
+HEAD = (
+    "family",
+    "model class",
+    "SGLang",
+    "device",
+    "TP",
+    "states",
+    "worst median",
+    "bf16 noise",
+    "",
+)
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """A row a family, release and device; the TP sizes and states of its runs together."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    # The last word on a model, release and size counts.
+    last = {(r["model"], r["sglang"], r["device"], r["tp"]): r for r in runs}
+    for run in last.values():
+        groups.setdefault((run["model"], run["sglang"], run["device"]), []).append(run)
+    lines = [" | ".join(HEAD), " | ".join("---" for _ in HEAD)]
+    order = list(FAMILIES)
+    for (model, sglang, device), found in sorted(
+        groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])
+    ):
+        states = {name for run in found for name in run["states"]}
+        good = all(run["good"] == run["checked"] and run["repeats"] for run in found)
+        cells = (
+            FAMILIES[model],
+            f"`{found[0]['model_class']}`",
+            sglang,
+            f"{device}, {found[0]['compute_dtype']}",
+            ", ".join(str(tp) for tp in sorted(run["tp"] for run in found)),
+            ", ".join(_short(states)),
+            f"{max(run['median'] for run in found):.4f}",
+            f"{max(run['noise'] for run in found):.4f}",
+            "proved" if good else "**refuted**",
+        )
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _short(states: set[str]) -> list[str]:
+    layers = sorted(int(name) for name in states if name.isdigit())
+    span = [str(k) for k in layers]
+    if len(layers) > 8 and layers == list(range(layers[0], layers[-1] + 1)):
+        span = [f"{layers[0]}-{layers[-1]}"]
+    return [*span, *(name for name in ("embed", "final") if name in states)]
+
+
+def add_log(log: Path, model: str, ranks: int) -> None:
+    """A run of parity_worker by hand, as the tests would have recorded it."""
+    lines = [line for line in log.read_text().splitlines() if line.startswith("PARITY ")]
+    run = summary(model, ranks, "cpu", [json.loads(line[7:]) for line in lines])
+    with LEDGER.open("a") as handle:
+        handle.write(json.dumps(run) + "\n")
+
+
+def differ(one: Path, other: Path) -> str:
+    """The largest relative difference of any state of two runs."""
+    a, b = load_file(one), load_file(other)
+    worst = max(float((a[n].float() - b[n].float()).norm() / a[n].float().norm()) for n in a)
+    return f"{worst:.1e}"
+
+
+def main(argv: list[str]) -> None:
+    if argv[:1] == ["--log"]:
+        add_log(Path(argv[1]), argv[2], int(argv[3]))
+    elif argv[:1] == ["--differ"]:
+        sys.stdout.write(differ(Path(argv[1]), Path(argv[2])) + "\n")
+    else:
+        runs = [json.loads(line) for line in LEDGER.read_text().splitlines()]
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text(f"{before}{BEGIN}\n{table(runs)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""One row in the terminal: its samples with the supervised text coloured, or why it has none."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from extractor.config import DataConfig
+from extractor.data.prepare import FOLDER, stores_in
+from extractor.data.read import open_sources, read_rows
+from extractor.data.store import INFO, REJECTS, PreparedStore, as_reject, as_sample
+from extractor.data.tokenizer import load_converter, load_rules
+from extractor.errors import UsageError
+from extractor.model import ModelSpec
+from extractor.records import Reject, Sample
+
+COLOUR, PLAIN = "\033[30;42m", "\033[0m"
+Write = Callable[[str], None]
+
+
+def show(
+    target: Path | str,
+    row: int,
+    *,
+    write: Write,
+    config: DataConfig | None = None,
+    ids: bool = False,
+    colour: bool = True,
+) -> int:
+    """Show a row of an output folder, of a prepared store, or of a data file.
+
+    Args:
+        target: an output folder or a prepared store; or rows, which are prepared as config says.
+        config: model and settings; needed for rows only. For an output folder its model, when
+            given, is where the tokenizer comes from instead of the path that the store remembers.
+        ids: a line a token too.
+        colour: mark supervised text by colour; otherwise by brackets.
+
+    Returns:
+        0, or 1 when the row was rejected.
+
+    Raises:
+        UsageError: there is no such row, or nothing to show it from.
+    """
+    path = Path(target).expanduser()
+    stores = _stores(path)
+    if stores:
+        store = stores[-1]
+        found: list[Sample] = [store.sample(index) for index in store.find(row)]
+        rejects = [*_rejects_of(store.rejects, row), *_run_rejects(path, row)]
+        model = config.model if config is not None else store.model
+        if row >= store.num_rows and not found and not rejects:
+            raise UsageError(f"--row {row}: {target} has {store.num_rows:,} rows")
+    elif config is not None:
+        found, rejects = _converted(str(target), row, config)
+        model = config.model
+    else:
+        raise UsageError(f"{target}: no prepared samples in it; to show a data file give --model")
+    if not found and not rejects:
+        raise UsageError(f"--row {row}: not among the rows that were used (--limit)")
+    if found:
+        decode = _decoder(model, config is not None and config.trust_remote_code)
+        for sample in found:
+            write(_heading(sample))
+            write(_coloured(sample, decode, colour))
+            if ids:
+                for line in _token_lines(sample, decode):
+                    write(line)
+    for reject in rejects:
+        turn = f", turn {reject.turn}" if reject.turn else ""
+        write(f"row {reject.row}{turn}, id {reject.id}, {reject.source}: rejected")
+        write(f"{reject.reason}: {reject.detail}")
+    return 0 if found else 1
+
+
+def _stores(path: Path) -> list[PreparedStore]:
+    """Oldest first."""
+    if (path / INFO).is_file():
+        return [PreparedStore.open(path)]
+    if not (path / FOLDER).is_dir():
+        return []
+    return sorted(stores_in(path), key=lambda store: (store.path / INFO).stat().st_mtime)
+
+
+def _rejects_of(rejects: Sequence[Reject], row: int) -> list[Reject]:
+    return [reject for reject in rejects if reject.row == row]
+
+
+def _run_rejects(path: Path, row: int) -> Iterator[Reject]:
+    """What the run itself rejected, such as states that are not finite."""
+    file = path / REJECTS
+    if not file.is_file() or (path / INFO).is_file():
+        return
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            entry: dict[str, Any] = json.loads(line)
+            if entry.get("row") == row and "source" in entry:
+                fields = ("row", "turn", "id", "source", "reason", "detail")
+                yield Reject(**{key: entry[key] for key in fields if key in entry})
+
+
+def _converted(target: str, row: int, config: DataConfig) -> tuple[list[Sample], list[Reject]]:
+    """Convert one row of a data file, now."""
+    converter = load_converter(load_rules(config, ModelSpec.read(config.model)))
+    for raw in read_rows(open_sources([target])):
+        if raw.number == row:
+            outcome = converter.convert([raw])
+            return [as_sample(piece) for piece in outcome.pieces], [
+                as_reject(refusal) for refusal in outcome.refusals
+            ]
+    raise UsageError(f"--row {row}: {target} has fewer rows")
+
+
+def _decoder(model: str, trust_remote_code: bool) -> Callable[[list[int]], str]:
+    from transformers import AutoTokenizer  # noqa: PLC0415  (a rejected row needs no tokenizer)
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UsageError(f"--model {model}: the tokenizer cannot be loaded: {error}") from error
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    return decode
+
+
+def _heading(sample: Sample) -> str:
+    turn = f", turn {sample.turn}" if sample.turn else ""
+    return (
+        f"row {sample.row}{turn}, id {sample.id}, {sample.source}: {len(sample):,} tokens, "
+        f"{int(sample.loss_mask.sum()):,} supervised"
+    )
+
+
+def _coloured(sample: Sample, decode: Callable[[list[int]], str], colour: bool) -> str:
+    """The whole text; a run of tokens is decoded at once, for a character can be several tokens."""
+    before, after = (COLOUR, PLAIN) if colour else ("[[", "]]")
+    edges = torch.nonzero(torch.diff(sample.loss_mask.int())).flatten() + 1
+    pieces: list[str] = []
+    for ids, mask in zip(
+        torch.tensor_split(sample.input_ids, edges),
+        torch.tensor_split(sample.loss_mask, edges),
+        strict=True,
+    ):
+        text = decode(ids.tolist())
+        pieces.append(f"{before}{text}{after}" if mask[0] else text)
+    return "".join(pieces)
+
+
+def _token_lines(sample: Sample, decode: Callable[[list[int]], str]) -> Iterator[str]:
+    pairs = zip(sample.input_ids.tolist(), sample.loss_mask.tolist(), strict=True)
+    for position, (token, mark) in enumerate(pairs):
+        yield f"{position:>7} {token:>7} {'*' if mark else ' '} {decode([token])!r}"

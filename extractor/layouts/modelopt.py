@@ -1,0 +1,61 @@
+"""NVIDIA Model-Optimizer's offline dumps (https://github.com/NVIDIA/Model-Optimizer,
+modelopt/torch/speculative/eagle/utils.py of 0.47).
+
+One torch.save dict a sample; its trainer takes every *.pt below the folder. Layers are 0-based, as
+ours. The last state is the one after the final norm and says so (`hidden_states_prenorm` False): the
+trainer would norm a pre-norm one again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from extractor.layout import Plane
+from extractor.layouts import torchzip
+from extractor.layouts.base import Layout, Loaded, Parts, aux_and_final, split
+from extractor.records import Sample
+from extractor.states import States
+from extractor.store import Blob
+
+AUX, LAST = "aux_hidden_states", "hidden_states"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOpt(Layout):
+    """`input_ids` i64 [S], `hidden_states` [S, H], `aux_hidden_states` [S, K*H], `loss_mask` i64 [S],
+    `conversation_id` str, `hidden_states_prenorm` False."""
+
+    name = "modelopt"
+    suffix = ".pt"
+    reader = "Model-Optimizer's OfflineSupervisedDataset"
+
+    @classmethod
+    def stored_for(cls, asked: States) -> tuple[str, ...]:
+        return aux_and_final(asked)
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        aux, last = self.stored[:-1], self.stored[-1:]
+        return (
+            Plane(LAST, last, self.dtype, self.hidden),
+            Plane(AUX, aux, self.dtype, self.hidden * len(aux)),
+        )
+
+    def parts(self, sample: Sample, tensors: Mapping[str, Blob]) -> Parts:
+        return torchzip.save(
+            {
+                "input_ids": sample.input_ids.clone(),
+                **{key: torchzip.as_tensor(blob) for key, blob in tensors.items()},
+                "loss_mask": sample.loss_mask.long(),
+                "conversation_id": sample.id,
+                "hidden_states_prenorm": False,
+            }
+        )
+
+    def load(self, path: Path, size: int | None = None) -> Loaded:
+        content = torchzip.load(path, size)
+        states = {**split(content[AUX], self.stored[:-1]), self.stored[-1]: content[LAST]}
+        return Loaded(content["input_ids"], content["loss_mask"].to(torch.uint8), states)

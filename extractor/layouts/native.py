@@ -1,0 +1,50 @@
+"""Our own layout: safetensors, one tensor a state, so that a reader maps only what it needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from extractor.layout import Plane, native_planes
+from extractor.layouts.base import Layout, Loaded, Parts
+from extractor.reader import map_sample, state_of
+from extractor.records import Sample
+from extractor.states import States
+from extractor.store import SUFFIX, Blob, native_metadata, safetensors_header
+
+
+@dataclass(frozen=True, kw_only=True)
+class Native(Layout):
+    """`input_ids` i64 [T], `hidden_states.{name}` [T, H] each, `loss_mask` u8 [T]; with float8
+    `hidden_states.{name}.scale` f32 [T] after each state."""
+
+    name = "native"
+    suffix = SUFFIX
+    float8 = True
+    reader = "extractor.dataset"
+
+    @classmethod
+    def stored_for(cls, asked: States) -> tuple[str, ...]:
+        return asked.names
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        return native_planes(self.stored, self.hidden, self.dtype)
+
+    def parts(self, sample: Sample, tensors: Mapping[str, Blob]) -> Parts:
+        everything = {
+            "input_ids": Blob.of(sample.input_ids),
+            **tensors,
+            "loss_mask": Blob.of(sample.loss_mask),  # bytes last: the rest stays aligned
+        }
+        metadata = native_metadata(sample, self.model, ",".join(self.stored))
+        header = safetensors_header(everything, metadata)
+        return [header, *(blob.data for blob in everything.values())]
+
+    def load(self, path: Path, size: int | None = None) -> Loaded:
+        file = map_sample(path, size)
+        wide = torch.float32 if self.dtype.itemsize == 1 else None
+        states = {name: state_of(file, f"hidden_states.{name}", wide) for name in self.stored}
+        return Loaded(file.tensors["input_ids"], file.tensors["loss_mask"], states)

@@ -1,0 +1,108 @@
+"""SpecForge's offline features (https://github.com/sgl-project/SpecForge, specforge/runtime/data_plane/
+offline_reader.py and specforge/algorithms/*/data.py of 0.2.0).
+
+One torch.save dict a sample, in any depth of folders; its reader sorts by path, which for our names
+is row order. Layers are 0-based, as ours, side by side in the order asked; the last state is the one
+after the final norm. Nothing is shifted: the trainer shifts.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from extractor.errors import UsageError
+from extractor.layout import Plane
+from extractor.layouts import torchzip
+from extractor.layouts.base import Layout, Loaded, Parts, aux_and_final, split
+from extractor.records import Sample
+from extractor.states import FINAL, States
+from extractor.store import Blob
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecForge(Layout):
+    """`input_ids` i64 [S], `loss_mask` i64 [S], and each slot [1, S, width]."""
+
+    suffix = ".ckpt"
+    reader = "SpecForge's offline reader"
+
+    @property
+    @abstractmethod
+    def slots(self) -> dict[str, tuple[str, ...]]:
+        """Key in the file to the states side by side in it."""
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        return tuple(
+            Plane(key, names, self.dtype, self.hidden * len(names))
+            for key, names in self.slots.items()
+        )
+
+    def parts(self, sample: Sample, tensors: Mapping[str, Blob]) -> Parts:
+        content = {
+            "input_ids": sample.input_ids.clone(),
+            "loss_mask": sample.loss_mask.long(),
+        }
+        for key, blob in tensors.items():
+            content[key] = torchzip.as_tensor(blob, 1, *blob.shape)
+        return torchzip.save(content)
+
+    def load(self, path: Path, size: int | None = None) -> Loaded:
+        content = torchzip.load(path, size)
+        states: dict[str, torch.Tensor] = {}
+        for key, names in self.slots.items():
+            states.update(split(content[key].squeeze(0), names))
+        return Loaded(content["input_ids"], content["loss_mask"].to(torch.uint8), states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3(SpecForge):
+    """Strategy eagle3: `aux_hidden_state` [1, S, K*H] (K is 3 there), `hidden_state` [1, S, H]."""
+
+    name = "specforge"
+
+    @classmethod
+    def stored_for(cls, asked: States) -> tuple[str, ...]:
+        return aux_and_final(asked)
+
+    @property
+    def slots(self) -> dict[str, tuple[str, ...]]:
+        return {"aux_hidden_state": self.stored[:-1], "hidden_state": self.stored[-1:]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash(SpecForge):
+    """Strategies dflash and domino: `hidden_states` [1, S, K*H] and no last state. Their reader wants
+    two supervised tokens in a row somewhere in a sample, and refuses one without."""
+
+    name = "specforge-dflash"
+
+    @classmethod
+    def stored_for(cls, asked: States) -> tuple[str, ...]:
+        aux = tuple(name for name in asked.names if name != FINAL)
+        if not aux:
+            raise UsageError("--layout specforge-dflash holds no final state: give --layers")
+        return aux
+
+    @property
+    def slots(self) -> dict[str, tuple[str, ...]]:
+        return {"hidden_states": self.stored}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSpark(SpecForge):
+    """Strategy dspark: as dflash, and `target_last_hidden_states` [1, S, H]."""
+
+    name = "specforge-dspark"
+
+    @classmethod
+    def stored_for(cls, asked: States) -> tuple[str, ...]:
+        return aux_and_final(asked)
+
+    @property
+    def slots(self) -> dict[str, tuple[str, ...]]:
+        return {"hidden_states": self.stored[:-1], "target_last_hidden_states": self.stored[-1:]}

@@ -1,0 +1,116 @@
+"""speculators' offline data (https://github.com/vllm-project/speculators, speculators/train/data.py and
+hs_connectors/transfer.py of 0.9.0).
+
+A save_to_disk dataset in the output folder itself, and beside it hidden_states/hs_{i}.safetensors for
+the dataset's row i. Layers side by side in the order asked, then the last layer's own state BEFORE the
+final norm: the trainer norms it. With float8, one scale a token over all layers together, which its
+FP8Transfer reads; its plain FileTransfer does not.
+"""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import datasets
+import torch
+from datasets.arrow_writer import ArrowWriter
+
+from extractor.errors import UsageError
+from extractor.layout import FP8, Plane
+from extractor.layouts.base import Layout, Loaded, Parts, split
+from extractor.reader import map_sample, unscale
+from extractor.records import Sample
+from extractor.states import FINAL, States
+from extractor.store import Blob, safetensors_header
+
+KEY, SCALES = "hidden_states", "hidden_states_scales"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculators(Layout):
+    """`token_ids` i64 [S], `hidden_states` [S, K+1, H]; with float8 `hidden_states_scales` f32
+    [S, 1, 1]. The mask is in the dataset, and here too, as `loss_mask` u8 [S], which its reader
+    passes over: a file then says all that our own would."""
+
+    name = "speculators"
+    suffix = ".safetensors"
+    float8 = True
+    reader = "speculators' ArrowDataset"
+
+    @classmethod
+    def stored_for(cls, asked: States) -> tuple[str, ...]:
+        aux = tuple(name for name in asked.names if name != FINAL)
+        if not aux:
+            raise UsageError("--layout speculators needs at least one layer: give --layers")
+        return (*aux, str(asked.num_layers - 1))
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        plane = Plane(KEY, self.stored, self.dtype, self.hidden * len(self.stored))
+        if self.dtype != FP8:
+            return (plane,)
+        return (plane, Plane(SCALES, self.stored, torch.float32, 0, scale_of=KEY))
+
+    def path(self, row: int, turn: int) -> str:
+        assert self.numbering is not None
+        return f"hidden_states/hs_{self.numbering.index(row, turn)}{self.suffix}"
+
+    def parts(self, sample: Sample, tensors: Mapping[str, Blob]) -> Parts:
+        tokens = len(sample)
+        shapes = {KEY: (tokens, len(self.stored), self.hidden), SCALES: (tokens, 1, 1)}
+        everything = {
+            "token_ids": Blob.of(sample.input_ids),
+            **{k: Blob(blob.dtype, shapes[k], blob.data) for k, blob in tensors.items()},
+            "loss_mask": Blob.of(sample.loss_mask),
+        }
+        header = safetensors_header(everything, {"id": sample.id, "model": self.model})
+        return [header, *(blob.data for blob in everything.values())]
+
+    def load(self, path: Path, size: int | None = None) -> Loaded:
+        tensors = map_sample(path, size).tensors
+        value = tensors[KEY]
+        if value.dtype == FP8:
+            value = unscale(value, tensors[SCALES], torch.float32)
+        states = split(value.flatten(1), self.stored)
+        return Loaded(tensors["token_ids"], tensors["loss_mask"], states)
+
+    def finish(self, output: Path, samples: Iterable[Sample]) -> None:
+        """Write the dataset: `input_ids`, `loss_mask`, `seq_len`, row i for hs_{i}. Its files appear
+        one by one, state.json last, without which load_from_disk finds no dataset."""
+        temporary = output / ".dataset.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        features = datasets.Features(
+            {
+                "input_ids": datasets.List(datasets.Value("int64")),
+                "loss_mask": datasets.List(datasets.Value("int64")),
+                "seq_len": datasets.Value("int64"),
+            }
+        )
+
+        temporary.mkdir()
+        table = temporary / "rows.arrow"
+        with ArrowWriter(path=str(table), features=features) as writer:
+            for sample in samples:
+                row = {
+                    "input_ids": sample.input_ids.numpy(),
+                    "loss_mask": sample.loss_mask.numpy(),
+                    "seq_len": len(sample),
+                }
+                writer.write(row)
+            writer.finalize()
+        bars = datasets.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        try:
+            data = datasets.Dataset.from_file(str(table))
+            data.with_format("torch").save_to_disk(str(temporary / "data"))
+        finally:
+            if not bars:
+                datasets.enable_progress_bars()
+        files = sorted((temporary / "data").iterdir(), key=lambda file: file.name == "state.json")
+        for stale in output.glob("data-*-of-*.arrow"):
+            stale.unlink()
+        for file in files:
+            file.replace(output / file.name)
+        shutil.rmtree(temporary)

@@ -1,0 +1,120 @@
+"""The page itself, from facts and pictures."""
+
+import shlex
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment
+
+from extractor.dry_run import duration, size
+from extractor.report import plots
+from extractor.report.facts import Facts, Shown
+
+
+def render(facts: Facts) -> str:
+    """HTML, complete in itself. Every text of the data's is escaped."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = resources.files("extractor.report").joinpath("page.html.jinja").read_text()
+    points = plots.timelines(facts)
+    pictures = {
+        "lengths": plots.lengths(facts),
+        "supervised": plots.supervised(facts),
+        "norms": plots.norms(facts),
+        "outliers": plots.outliers(facts),
+        "disk": plots.disk(facts),
+    }
+    if points:
+        pictures.update(throughput=plots.throughput(points), waits=plots.waits(points))
+    return environment.from_string(template).render(
+        facts=facts,
+        run=facts.run,
+        title=f"{facts.run['model']['path'].rstrip('/').rpartition('/')[2]}",
+        figures=_figures(facts),
+        settings=_settings(facts),
+        pictures=pictures,
+        spent=_spent(facts),
+        samples=[_marked(shown) for shown in facts.shown],
+    )
+
+
+def _figures(facts: Facts) -> list[tuple[str, str, str]]:
+    """(value, what it is, a remark) for the top of the page."""
+    rejected = sum(facts.reasons.values())
+    seconds = max((replica["seconds"] for replica in facts.replicas), default=0)
+    tokens = sum(replica["tokens"] for replica in facts.replicas)
+    figures = [
+        (f"{len(facts.lengths):,}", "samples", f"of {facts.tokens:,} tokens"),
+        (
+            f"{rejected:,}",
+            "rejected",
+            "rows or turns left out" if rejected else "no row was left out",
+        ),
+        (
+            f"{facts.supervised.mean():.0%}"
+            if facts.supervised_tokens is None
+            else f"{facts.supervised_tokens / facts.tokens:.0%}",
+            "supervised",
+            "of the tokens"
+            if facts.supervised_tokens is not None
+            else f"mean of {len(facts.supervised):,} samples",
+        ),
+        (
+            size(int(facts.bytes.sum())),
+            "on disk",
+            f"{facts.bytes.sum() / facts.tokens:,.0f} B a token",
+        ),
+    ]
+    if seconds and tokens:
+        rate = tokens / seconds
+        figures.append((f"{rate:,.0f}", "tokens/s", f"in the last run, of {duration(seconds)}"))
+    return figures
+
+
+def _settings(facts: Facts) -> list[tuple[str, str]]:
+    run = facts.run
+    model, world = run["model"], run.get("world", {})
+    rows = [
+        ("model", f"{model['path']}"),
+        (
+            "shape",
+            f"{model.get('architecture', '')}, {model['num_layers']} layers of "
+            f"{model['hidden_size']:,}",
+        ),
+        ("states", ", ".join(run["layers"])),
+        ("stored as", f"{run['dtype']}, layout {run.get('layout', 'native')}"),
+    ]
+    if world:
+        rows.append(
+            (
+                "ran on",
+                f"{world['ranks']} {run.get('device', '')} ranks: {world['replicas']} replicas of "
+                f"--tp {world['tp']}",
+            )
+        )
+    versions = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())
+    rows += [("versions", versions), ("commit", str(run.get("git_commit", "")))]
+    rows.append(("started", str(run.get("started", ""))))
+    rows.append(("finished", str(run.get("finished", ""))))
+    if "converted_from" in run:
+        source = run["converted_from"]
+        rows.append(("converted from", f"{source['folder']} ({source['layout']})"))
+    rows.append(("command", shlex.join(map(str, run.get("argv", [])))))
+    rows.append(("fingerprint", str(run.get("fingerprint", ""))))
+    return [(name, text) for name, text in rows if text]
+
+
+def _spent(facts: Facts) -> list[tuple[str, float, str]]:
+    """(stage, share, time): where the last run's time went."""
+    stages: dict[str, Any] = facts.run.get("stages", {})
+    total = sum(stages.values())
+    return [(name, value / total, f"{value:,.1f} s") for name, value in stages.items() if total]
+
+
+def _marked(shown: Shown) -> dict[str, Any]:
+    """Neighbours of one colour joined, so that the page stays small; ends of lines made visible."""
+    runs: list[tuple[bool, list[str]]] = []
+    for text, supervised in shown.tokens:
+        if not runs or runs[-1][0] != supervised:
+            runs.append((supervised, []))
+        runs[-1][1].append(text.replace("\n", "\u21b5\n"))
+    return {"title": shown.title, "runs": runs, "left_out": shown.left_out}

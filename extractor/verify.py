@@ -1,0 +1,115 @@
+"""`extractor verify OUT`: stored states against transformers, sample by sample.
+
+Float32 and bfloat16 reference states of the chosen samples are computed one precision after the
+other, so that one copy of the model is in memory at a time. What is close enough is decided in
+reference.py, the same place that the tests ask.
+"""
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from safetensors import safe_open
+
+from extractor.config import parse
+from extractor.errors import UsageError
+from extractor.journal import RUN, read_entries, read_run
+from extractor.model import local_path
+from extractor.reference import FLOOR, FLOOR_FP8, Judgement, Reference, judge
+from extractor.store import sample_path
+
+PREFIX = "hidden_states."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyConfig:
+    """Recompute stored samples with transformers and compare; exit code 1 beyond tolerance."""
+
+    output: Annotated[Path, tyro.conf.Positional]
+    """The output folder."""
+    samples: int = 4
+    """How many, chosen at random, the same for the same seed."""
+    seed: int = 0
+    """Of the choice."""
+    model: str | None = None
+    """The checkpoint; default: the path that run.json remembers."""
+    device: str = "auto"
+    """cpu, cuda, or auto: accelerate spreads the model over GPUs, host memory and disk."""
+    trust_remote_code: bool = False
+    """Let the model's own Python code run."""
+
+
+def verify(argv: Sequence[str]) -> int:
+    """Returns the exit code; raises UsageError."""
+    config = parse(VerifyConfig, argv, "extractor verify")
+    paths = _choose(config)
+    run = _run_of(config.output)
+    model = local_path(config.model or run["model"]["path"])
+    device = "cpu" if config.device == "auto" and not torch.cuda.is_available() else config.device
+    stored = [(path, *_load(path)) for path in paths]
+    reference = Reference(model, device, config.trust_remote_code)
+    exact = [reference.states(ids) for _, ids, _, _ in stored]
+    reference.forget()
+    rounded = [reference.states(ids, torch.bfloat16) for _, ids, _, _ in stored]
+    reference.forget()
+    print(_row("sample", "state", "tokens", "median", "noise", "whole", "nearest", ""))  # noqa: T201
+    bad = 0
+    for (path, _, states, floor), precise, rough in zip(stored, exact, rounded, strict=True):
+        for judgement in judge(states, precise, rough, floor):
+            bad += not judgement.good
+            print(_line(path.stem, judgement))  # noqa: T201
+    total = sum(len(states) for _, _, states, _ in stored)
+    print(f"{total - bad} of {total} states of {len(stored)} samples are right")  # noqa: T201
+    sys.stdout.flush()
+    return 1 if bad else 0
+
+
+def _run_of(output: Path) -> dict[str, dict[str, str]]:
+    runs = [output / RUN, *sorted(output.glob("run-*.json"))]
+    for path in runs:
+        try:
+            run = read_run(path)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if run is not None:
+            return run
+    raise UsageError(f"{output}: no run.json in it")
+
+
+def _choose(config: VerifyConfig) -> list[Path]:
+    entries = sorted({(e.row, e.turn) for e in read_entries(config.output) if e.reject is None})
+    paths = [config.output / sample_path(row, turn) for row, turn in entries]
+    paths = [path for path in paths if path.is_file()]
+    if not paths:
+        raise UsageError(f"{config.output}: no finished samples in the native layout")
+    return sorted(random.Random(config.seed).sample(paths, min(config.samples, len(paths))))
+
+
+def _load(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
+    """ids [T], float32 states [T, H] by name, and the tolerance's floor for how they are stored."""
+    floor = FLOOR
+    with safe_open(path, "pt") as file:
+        names = [n for n in file.keys() if n.startswith(PREFIX) and not n.endswith(".scale")]  # noqa: SIM118
+        states: dict[str, torch.Tensor] = {}
+        for name in names:
+            value = file.get_tensor(name)
+            if value.dtype == torch.float8_e4m3fn:
+                value = value.float() * file.get_tensor(f"{name}.scale").unsqueeze(-1)
+                floor = FLOOR_FP8
+            states[name.removeprefix(PREFIX)] = value.float()
+        return file.get_tensor("input_ids"), states, floor
+
+
+def _line(sample: str, j: Judgement) -> str:
+    numbers = (f"{j.median:.4f}", f"{j.noise:.4f}", f"{j.whole:.4f}")
+    return _row(sample, j.name, str(j.tokens), *numbers, j.nearest, j.verdict)
+
+
+def _row(*cells: str) -> str:
+    widths = (13, 6, 7, 8, 8, 8, 8, 0)
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -1,0 +1,96 @@
+"""--dry-run against what the run then does."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from extractor.config import ExtractConfig, parse
+from extractor.dry_run import dry_run, duration, make_estimate, size, table, weight_bytes
+from extractor.errors import UsageError
+from extractor.model import ModelSpec
+from tests.integration.conftest import Bench
+from tests.support.models import build, cache_folder
+
+
+def config(bench: Bench, *flags: str) -> ExtractConfig:
+    parsed = parse(ExtractConfig, bench.argv("--dry-run", "--device=cpu", *flags), "extract")
+    parsed.check()
+    return parsed
+
+
+def used(output: Path, names: str) -> int:
+    """What the system says the files take."""
+    files = [path for path in output.rglob(names) if path.is_file()]
+    return sum(path.stat().st_blocks * 512 for path in files)
+
+
+@pytest.mark.parametrize(
+    "layout, names",
+    [
+        ("native", "*.safetensors"),
+        ("specforge", "*.ckpt"),
+        ("speculators", "hs_*"),
+        ("modelopt", "*.pt"),
+    ],
+)
+def test_within_five_percent_of_the_truth(bench: Bench, layout: str, names: str):
+    estimate = make_estimate(config(bench, f"--layout={layout}"))
+    run = bench.run(f"--layout={layout}")
+    assert run.code == 0, run.output()
+    lines = (bench.output / "journal" / "0000.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert estimate.left_tokens == sum(entry["tokens"] for entry in entries)
+    assert estimate.left_samples == len(entries) == 40
+    assert abs(estimate.disk / used(bench.output, names) - 1) < 0.05
+    assert f"{estimate.batches} batches of at most 256 tokens" in run.output(0)
+    after = make_estimate(config(bench, f"--layout={layout}"))
+    assert (after.left_samples, after.left_tokens, after.disk) == (0, 0, 0)
+
+
+def test_every_layout_is_compared(bench: Bench):
+    estimate = make_estimate(config(bench))
+    assert estimate.choices["native bfloat16"] == estimate.disk
+    assert "speculators float8_e4m3fn" in estimate.choices
+    assert "modelopt float8_e4m3fn" not in estimate.choices
+
+
+def test_it_reads_at_a_glance_and_as_json(bench: Bench, capsys: pytest.CaptureFixture[str]):
+    assert dry_run(config(bench, "--tokens-per-second=10")) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "<- this run" in text and "at the rate given" in text
+    assert dry_run(config(bench, "--json")) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["samples"] == 40 and values["problems"] == []
+    assert not (bench.output / "samples").exists()
+
+
+def test_too_little_room_is_an_exit_code(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("extractor.dry_run.free_bytes", lambda _: 1000)
+    assert dry_run(config(bench)) == 1
+    assert "WILL NOT FIT: the disk lacks" in table(make_estimate(config(bench)))
+
+
+def test_other_ranks_are_quiet(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(os.environ, "RANK", "1")
+    assert dry_run(config(bench)) == 0
+    assert not bench.output.exists()
+
+
+def test_its_flags_go_with_it(bench: Bench):
+    for flag in ("--json", "--tokens-per-second=3"):
+        with pytest.raises(UsageError, match="go with --dry-run"):
+            parse(ExtractConfig, bench.argv(flag), "extract").check()
+
+
+@pytest.mark.slow
+def test_weights_are_counted_without_loading_them(bench: Bench):
+    spec = ModelSpec.read(str(build("smollm2", cache_folder())))
+    assert abs(weight_bytes(config(bench), spec) / spec.weight_bytes - 1) < 0.01
+
+
+def test_words():
+    assert size(1536) == "1.50 KiB" and size(12) == "12 B"
+    assert duration(59.2) == "1 min 00 s" and duration(7300) == "2 h 01 min"

@@ -1,0 +1,68 @@
+"""States of the real program's engine against transformers', every family and TP size."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import torchrun
+from tests.support.parity_ledger import record
+
+# In order of what differs: plain, bias, its own class, QK norms, scaled embeddings and four norms a
+# layer, mixtures of experts, latent attention, and that inside a multimodal wrapper.
+FAMILIES = [
+    "tiny_llama",
+    "tiny_qwen2",
+    "tiny_mistral",
+    "tiny_qwen3",
+    "tiny_gemma3",
+    "tiny_qwen3moe",
+    "tiny_glm4moe",
+    "tiny_dsv3",
+    "tiny_kimi",
+]
+ALL_30 = ",".join(map(str, range(30))) + ",embed"
+
+
+def judged(model: Path, ranks: int, specs: list[str], device: str = "cpu", *sglang: str) -> Any:
+    """Per choice of layers, the judgements of every state of every sample; raises what is not good."""
+    result = torchrun(
+        ranks, "-m", "tests.support.parity_worker", str(model), device, json.dumps(specs), *sglang
+    )
+    found = [json.loads(line[7:]) for line in result.lines if line.startswith("PARITY ")]
+    assert [entry["layers"] for entry in found] == specs, result.text[-3000:]
+    record(model.name, ranks, device, found)
+    for entry in found:
+        bad = [item for item in entry["results"] if not item["good"]]
+        assert not bad, (entry["layers"], bad)
+        assert all(item["repeats"] for item in entry["results"]), "the same batch gave other bits"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_smollm2_every_state(build_model: Callable[[str], Path], ranks: int) -> None:
+    found = judged(build_model("smollm2"), ranks, [ALL_30])
+    states = {item["name"] for item in found[0]["results"]}
+    assert len(states) == 32  # 30 layers, embed, final
+    assert {item["tokens"] for item in found[0]["results"]} == {1, 2, 21, 65, 391}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(build_model: Callable[[str], Path], name: str, ranks: int) -> None:
+    last = 9 if name in ("tiny_dsv3", "tiny_kimi") else 5
+    found = judged(build_model(name), ranks, ["0,2,4", f"{last},3,embed,1"])
+    # Every state's norm was in sight, so that the self-check saw what reads it.
+    assert [entry["self_check"]["read"] for entry in found] == [3, 4]
+
+
+def test_deepseek_choices_that_its_own_setter_gets_wrong(
+    build_model: Callable[[str], Path],
+) -> None:
+    judged(build_model("tiny_dsv3"), 1, ["2,3,4", "1,2,4,9"])
+
+
+def test_deepseek_shape_on_eight_ranks(build_model: Callable[[str], Path]) -> None:
+    judged(build_model("tiny_dsv3"), 8, ["0,2,4", "9,2,3,embed"])

@@ -1,0 +1,125 @@
+"""Output folders as a run leaves them, in a fraction of a second: the real stager, writer and journal,
+fed with random states instead of a model's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from extractor.journal import JOURNAL, RUN, Journal, write_run
+from extractor.layouts import LAYOUTS, Layout, Numbering
+from extractor.records import Batch, CapturedBatch, Sample
+from extractor.states import States
+from extractor.transfer import HostRing, Stager
+from extractor.writer import Writer
+
+NUM_LAYERS, HIDDEN = 6, 32
+LENGTHS = (7, 1, 30, 12, 5, 18, 9)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What was written, to compare with: a sample, and its states [T, H] as the model gave them."""
+
+    sample: Sample
+    states: Mapping[str, torch.Tensor]
+
+
+def make_samples(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Sample]:
+    """Rows 0, 2, 3, ...: row 1 was rejected in preparation, as rows are. The last row has two turns."""
+    generator = torch.Generator().manual_seed(seed)
+    samples: list[Sample] = []
+    for i, length in enumerate(lengths):
+        last = i >= len(lengths) - 2
+        row = len(lengths) - 1 if last else i + (i > 0)
+        samples.append(
+            Sample(
+                row=row,
+                turn=i - len(lengths) + 3 if last else 0,
+                id=f"../row {row} \u00e9",
+                source=f"rows.jsonl:{row + 1}",
+                input_ids=torch.randint(0, 1000, (length,), generator=generator),
+                loss_mask=(torch.arange(length) >= length // 3).to(torch.uint8),
+            )
+        )
+    return samples
+
+
+def make_states(
+    names: Sequence[str], tokens: int, hidden: int = HIDDEN, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Random, with a row of zeros and an outlier, which real states have."""
+    states: dict[str, torch.Tensor] = {}
+    for i, name in enumerate(names):
+        generator = torch.Generator().manual_seed(1000 * i + tokens)
+        state = torch.randn(tokens, hidden, generator=generator) * (i + 1)
+        state[0] *= 500
+        state[-1] = 0
+        states[name] = state.to(dtype)
+    return states
+
+
+def make_layout(
+    name: str = "native",
+    asked: str = "1,3,4",
+    final: bool = True,
+    *,
+    hidden: int = HIDDEN,
+    dtype: torch.dtype = torch.bfloat16,
+    samples: Sequence[Sample],
+) -> Layout:
+    rows = np.array([sample.row for sample in samples], np.int64)
+    turns = np.array([sample.turn for sample in samples], np.int16)
+    return LAYOUTS[name](
+        stored=LAYOUTS[name].stored_for(States.resolve(asked, final, NUM_LAYERS)),
+        hidden=hidden,
+        dtype=dtype,
+        model="tiny",
+        numbering=Numbering(rows, turns),
+    )
+
+
+def write_folder(
+    output: Path,
+    layout: Layout,
+    samples: Sequence[Sample],
+    *,
+    journal: str = "0000",
+    model_dtype: torch.dtype = torch.bfloat16,
+    batch: int = 3,
+) -> list[Truth]:
+    """Write samples and what a run writes beside them; call again to let the folder grow."""
+    ring = HostRing(1 << 20, 2, pinned=False)
+    lines = Journal(output / JOURNAL / f"{journal}.jsonl")
+    writer = Writer(output, lines, ring, layout=layout, threads=2)
+    stager = Stager(layout.planes, ring, torch.device("cpu"))
+    truths: list[Truth] = []
+    for number, begin in enumerate(range(0, len(samples), batch)):
+        part = Batch.of(number, tuple(samples[begin : begin + batch]))
+        per_sample = [
+            make_states(layout.captured, len(s), layout.hidden, model_dtype) for s in part.samples
+        ]
+        truths += [Truth(s, states) for s, states in zip(part.samples, per_sample, strict=True)]
+        joined = {
+            name: torch.cat([states[name] for states in per_sample]) for name in layout.captured
+        }
+        buffer = ring.acquire(stager.nbytes(part.num_tokens), writer.check)
+        writer.submit(stager.stage(CapturedBatch(part, joined), buffer))
+    writer.close()
+    lines.close()
+    dtype = str(layout.dtype).removeprefix("torch.")
+    run = {
+        "schema": 1,
+        "status": "complete",
+        "fingerprint": "0",
+        "parts": {"layers": ",".join(layout.stored), "layout": layout.name, "dtype": dtype},
+        "layers": list(layout.stored),
+        "dtype": dtype,
+        "layout": layout.name,
+        "model": {"path": "/models/tiny", "num_layers": NUM_LAYERS, "hidden_size": layout.hidden},
+    }
+    write_run(output / RUN, run)
+    layout.finish(output, (sample for sample in samples))
+    return truths

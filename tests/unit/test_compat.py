@@ -1,0 +1,102 @@
+"""One place for what differs between SGLang releases, and it must speak of the one installed."""
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from extractor.engine import compat
+from extractor.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In a process of its own: importing SGLang changes much, and the platform is chosen at its import.
+LOOK = """
+from extractor.engine import compat, cpu_platform
+cpu_platform.request()
+version = compat.installed_version()
+for (module, name), (first, last) in compat.SYMBOLS.items():
+    if first <= version <= last:
+        compat.symbol(module, name)
+        print(module, name)
+compat.cpu_pool_classes()
+"""
+
+
+def test_every_symbol_is_in_the_installed_release() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    version = compat.installed_version()
+    wanted = sum(first <= version <= last for first, last in compat.SYMBOLS.values())
+    assert len(done.stdout.splitlines()) == wanted
+
+
+def test_a_symbol_that_is_missing_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = ("extractor.errors", "NoSuchThing")
+    monkeypatch.setitem(compat.SYMBOLS, place, (compat.FIRST, compat.LAST))
+    with pytest.raises(UsageError, match=r"extractor.errors.NoSuchThing is missing"):
+        compat.symbol(*place)
+
+
+@pytest.mark.parametrize("text", ["0.5.16", "0.5.24", "0.6.0", "1.0", "0.4.9.post2"])
+def test_other_releases_are_refused_with_the_table(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: text)
+    with pytest.raises(UsageError) as caught:
+        compat.require_supported()
+    first, *table = str(caught.value).splitlines()
+    shown = ".".join(map(str, compat.installed_version()))
+    assert first == f"SGLang {shown} is installed; supported:"
+    assert "\n".join(table) == compat.SUPPORTED_TABLE
+
+
+@pytest.mark.parametrize("text", ["0.5.17", "0.5.20", "0.5.23", "0.5.23.post1", "0.5.23+cu130"])
+def test_releases_in_range_are_not(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: text)
+    wanted = tuple(map(int, text.partition("+")[0].split(".")[:3]))
+    assert compat.require_supported() == wanted
+
+
+def test_a_missing_sglang_is_refused_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(UsageError, match="SGLang is not installed; supported:\n"):
+        compat.require_supported()
+
+
+def imported(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return found
+
+
+def test_only_the_engine_imports_sglang() -> None:
+    for path in sorted([*ROOT.glob("extractor/**/*.py"), *ROOT.glob("launch/**/*.py")]):
+        names = imported(ast.parse(path.read_text()))
+        tops = {name.partition(".")[0] for name in names}
+        assert "sglang" not in tops or path.parent.name == "engine", path
+
+
+def test_the_table_speaks_of_every_symbol_that_is_looked_up() -> None:
+    asked: set[tuple[str, str]] = set()
+    for path in ROOT.glob("extractor/engine/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            values = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            if name == "symbol" and len(values) == 2:
+                asked.add((values[0], values[1]))
+    assert asked == set(compat.SYMBOLS)

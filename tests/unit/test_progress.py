@@ -1,0 +1,23 @@
+"""The light list of how a run went."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extractor.progress import Timeline
+
+
+@given(st.integers(0, 3000), st.floats(0.001, 100))
+def test_a_timeline_stays_light_and_keeps_the_end(steps: int, pace: float):
+    timeline = Timeline(most=50)
+    for i in range(steps):
+        timeline.note(i * pace, i, 2 * i, 0.0, 0.0, i * pace)
+    points = timeline.points
+    assert len(points) <= 51
+    assert [p[1] for p in points] == sorted({p[1] for p in points})
+    if steps:
+        assert points[-1][1] == steps - 1 and points[0][1] == 0
+    if steps > 200:  # evenly: no gap is much longer than the others
+        gaps = [b[1] - a[1] for a, b in itertools.pairwise(points[:-1])]
+        assert max(gaps) <= 4 * max(min(gaps), 1)

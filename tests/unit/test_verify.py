@@ -1,0 +1,151 @@
+"""`verify` on SmolLM2's own states: right ones pass; wrong ones fail, and it says what they are."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from extractor import verify as module
+from extractor.errors import UsageError
+from extractor.journal import RUN, Journal, write_run
+from extractor.records import Sample
+from extractor.reference import Reference, Tensors
+from extractor.store import Blob, native_metadata, safetensors_header, sample_path, write_whole
+from extractor.verify import verify
+
+TEXTS = (
+    "The lighthouse keeper counted the ships twice, once at dusk and once before the fog came in.",
+    "A matrix times its inverse is the identity, unless rounding has something to say about it.",
+)
+NAMES = ("14", "embed", "3", "29", "final")
+Edit = Callable[[Tensors], Tensors]
+
+
+class Remembering(Reference):
+    """The reference, computed once for the whole module."""
+
+    known: ClassVar[dict[tuple[tuple[int, ...], torch.dtype], Tensors]] = {}
+
+    def states(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
+        key = (tuple(ids.tolist()), dtype)
+        if key not in self.known:
+            self.known[key] = super().states(ids, dtype)
+        return self.known[key]
+
+
+@pytest.fixture(autouse=True)
+def remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Reference", Remembering)
+
+
+@pytest.fixture(scope="module")
+def model(build_model: Callable[[str], Path]) -> Path:
+    return build_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def written(model: Path) -> list[tuple[Sample, Tensors]]:
+    """SmolLM2's bfloat16 states of two texts."""
+    reference, tokenizer = Remembering(model), AutoTokenizer.from_pretrained(model)
+    found: list[tuple[Sample, Tensors]] = []
+    for row, text in enumerate(TEXTS):
+        ids = torch.tensor(tokenizer(text).input_ids)
+        sample = Sample(
+            row=row,
+            turn=0,
+            id=str(row),
+            source="",
+            input_ids=ids,
+            loss_mask=torch.ones(len(ids), dtype=torch.uint8),
+        )
+        states = reference.states(ids, torch.bfloat16)
+        found.append((sample, {name: states[name].bfloat16() for name in NAMES}))
+    return found
+
+
+def folder(
+    path: Path, model: Path, written: list[tuple[Sample, Tensors]], edit: Edit = dict
+) -> Path:
+    """An output folder of these samples; row 1 went through edit first."""
+    journal = Journal(path / "journal/0000.jsonl")
+    for sample, states in written:
+        kept = edit(states) if sample.row == 1 else states
+        tensors = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
+        tensors |= {f"hidden_states.{name}": kept[name].contiguous() for name in kept}
+        blobs = {name: Blob.of(tensor) for name, tensor in tensors.items()}
+        header = safetensors_header(blobs, native_metadata(sample, "smollm2", ",".join(NAMES)))
+        file = path / sample_path(sample.row, 0)
+        parts = [header, *(blob.data for blob in blobs.values())]
+        journal.finished(sample, write_whole(file, parts, sync=False))
+    journal.close()
+    write_run(path / RUN, {"fingerprint": "0", "model": {"path": str(model)}})
+    return path
+
+
+def verdicts(text: str) -> dict[tuple[str, str], str]:
+    """(sample, state) to what the table says of it."""
+    lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+    return {(line[0], line[1]): line[-1] for line in lines if re.fullmatch(r"\d{9}", line[0])}
+
+
+def swapped(x: Tensors) -> Tensors:
+    return x | {"3": x["14"], "14": x["3"]}
+
+
+CASES: dict[str, tuple[Edit, dict[str, str]]] = {
+    "layers swapped": (
+        swapped,
+        {"3": "WRONG: it is state 14", "14": "WRONG: it is state 3"},
+    ),
+    "a row late": (
+        lambda x: x | {"14": x["14"].roll(1, 0)},
+        {"14": "WRONG: it is this state one row late"},
+    ),
+    "a row early": (
+        lambda x: x | {"14": x["14"].roll(-1, 0)},
+        {"14": "WRONG: it is this state one row early"},
+    ),
+    "half": (lambda x: x | {"14": x["14"] / 2}, {"14": "WRONG: it is this state times 0.50"}),
+    "before the norm": (lambda x: x | {"final": x["29"]}, {"final": "WRONG: it is state 29"}),
+    "after the norm": (lambda x: x | {"29": x["final"]}, {"29": "WRONG: it is state final"}),
+    "noise": (
+        lambda x: x | {"3": x["3"] + torch.randn_like(x["3"]) * x["3"].std()},
+        {"3": "WRONG: too far from the reference"},
+    ),
+    "not a number": (
+        lambda x: x | {"3": x["3"] * float("nan")},
+        {"3": "WRONG: too far from the reference"},
+    ),
+}
+
+
+def test_untouched_states_pass(
+    tmp_path: Path, model: Path, written: list[tuple[Sample, Tensors]], capsys: Any
+) -> None:
+    assert verify([str(folder(tmp_path, model, written))]) == 0
+    text = capsys.readouterr().out
+    assert "10 of 10 states of 2 samples are right" in text
+    assert set(verdicts(text).values()) == {"ok"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_states_fail_by_name(
+    tmp_path: Path, model: Path, written: list[tuple[Sample, Tensors]], capsys: Any, case: str
+) -> None:
+    edit, wrong = CASES[case]
+    assert verify([str(folder(tmp_path, model, written, edit))]) == 1
+    text = capsys.readouterr().out
+    found = verdicts(text)
+    assert f"{10 - len(wrong)} of 10 states of 2 samples are right" in text
+    for (sample, state), verdict in found.items():
+        expected = wrong.get(state, "ok") if sample.endswith("1") else "ok"
+        assert verdict == expected, (sample, state)
+
+
+def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no finished samples"):
+        verify([str(tmp_path)])

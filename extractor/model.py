@@ -68,7 +68,7 @@ class ModelSpec:
             raise UsageError(f"--model {model}: no config.json in {path}")
         try:
             config, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # or not an object
             raise UsageError(f"--model {model}: config.json is not readable: {error}") from error
         text = text_config(config)
         try:

@@ -8,7 +8,9 @@ wait for each other on the GPU; across replicas there is only torchrun's key-val
 import contextlib
 import json
 import os
+import threading
 import time
+import uuid
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +28,8 @@ from extractor.records import Batch
 PATIENCE = timedelta(days=7)
 # How long rank 0 waits for the others at the end.
 FAREWELL_SECONDS = 10.0
+# How long a rank waits for rank 0 of another node to have begun.
+WELCOME_SECONDS = 600.0
 _STOP = -1
 
 
@@ -37,7 +41,8 @@ class Place:
         rank, world_size: over all nodes.
         local_rank: on this node; the index of its GPU.
         tp: ranks that hold one copy of the model together.
-        restart: how often torchrun has restarted the group.
+        restart: how often this node's torchrun has restarted its ranks.
+        nodes: torchrun agents of this world.
     """
 
     rank: int
@@ -45,6 +50,7 @@ class Place:
     local_rank: int
     tp: int
     restart: int = 0
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size % self.tp:
@@ -63,6 +69,7 @@ class Place:
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             tp=tp or world_size,
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         )
 
     @property
@@ -88,7 +95,9 @@ class World:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._store = _open_store(place)
+        store = _open_store(place)
+        with _store_errors():
+            self._store = dist.PrefixStore(f"extractor/{_life(store, place)}", store)
 
     # Rank 0's word to all others -------------------------------------------------------------
 
@@ -260,9 +269,54 @@ def _open_store(place: Place) -> dist.Store:
             int(port),
             world_size=place.world_size,
             is_master=place.rank == 0 and not _agent_has_store(),
-            timeout=timedelta(minutes=5),
+            # An agent's store is there before its ranks are, or the agent has died since. (c10d tries
+            # for about twice this.)
+            timeout=timedelta(seconds=15) if _agent_has_store() else timedelta(minutes=5),
             wait_for_workers=False,
         )
     except (RuntimeError, OSError) as error:
         raise RunError(f"cannot reach torchrun's store at {host}:{port}: {error}") from error
-    return dist.PrefixStore(f"extractor/{place.restart}", store)
+    return store
+
+
+def _life(store: dist.Store, place: Place) -> str:
+    """A name for this life of the group, the same on all its ranks: what an earlier life left in the
+    store must not be read in this one.
+
+    One agent counts its restarts. Those of several nodes do not agree: a node whose ranks were
+    started again because of another's failure does not count that one. There rank 0 makes a name, and
+    gives it to whoever asks. Raises RunError when it does not."""
+    if place.nodes == 1:
+        return str(place.restart)
+    if place.rank == 0:
+        life = uuid.uuid4().hex
+        keeper = threading.Thread(
+            target=_welcome, args=(store.clone(), place.world_size, life), daemon=True
+        )
+        keeper.start()
+        return life
+    # The question is new in each life, and so is its answer.
+    question = uuid.uuid4().hex
+    store.set(f"extractor/question/{place.rank}", question)
+    end = time.monotonic() + WELCOME_SECONDS
+    while not store.check([f"extractor/answer/{question}"]):
+        if time.monotonic() > end:
+            raise RunError(f"rank 0 has not come in {WELCOME_SECONDS:.0f} s")
+        time.sleep(0.1)
+    life = store.get(f"extractor/answer/{question}").decode()
+    store.set(f"extractor/{life}/here/{place.rank}", "")
+    return life
+
+
+def _welcome(store: dist.Store, ranks: int, life: str) -> None:
+    """Answer each rank's question until all are here; questions of ranks that died do no harm."""
+    missing = set(range(1, ranks))
+    with contextlib.suppress(dist.DistError):  # the watch speaks of it
+        while missing:
+            for rank in sorted(missing):
+                if store.check([f"extractor/{life}/here/{rank}"]):
+                    missing.discard(rank)
+                elif store.check([f"extractor/question/{rank}"]):
+                    question = store.get(f"extractor/question/{rank}").decode()
+                    store.set(f"extractor/answer/{question}", life)
+            time.sleep(0.1)

@@ -57,6 +57,7 @@ requeue_if_stopped() {
     # A signal may come before there is a run.json, while Python still imports.
     if [[ $state == stopped || ( -n $signalled && $state != complete && $state != failed ) ]]; then
         echo "stopped with work left: requeueing $SLURM_JOB_ID (start $((${SLURM_RESTART_COUNT:-0} + 1)))"
-        scontrol requeue "$SLURM_JOB_ID"
+        # A preemption has queued it already: nothing is left to ask for then.
+        scontrol requeue "$SLURM_JOB_ID" 2>/dev/null
     fi
 }

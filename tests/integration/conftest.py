@@ -49,6 +49,7 @@ class Bench:
         ranks: int = 1,
         faults: Sequence[Fault] = (),
         max_restarts: int = 0,
+        nodes: int = 1,
     ) -> Run:
         return self.zygote.start(
             self.argv(*flags),
@@ -56,6 +57,7 @@ class Bench:
             ranks=ranks,
             faults=faults,
             max_restarts=max_restarts,
+            nodes=nodes,
         )
 
     def run(self, *flags: str, ranks: int = 1, faults: Sequence[Fault] = ()) -> Run:

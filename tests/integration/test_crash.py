@@ -181,6 +181,32 @@ def test_restarts_go_on_by_themselves(bench: Bench, ledger: Ledger) -> None:
     )
 
 
+def test_restarts_of_two_nodes(bench: Bench, ledger: Ledger) -> None:
+    """A node's agent does not count the restarts that another's failure made: ranks that went by
+    those counts would wait for each other for ever, or read what an earlier life has left."""
+    faults = [Fault(kind="kill", rank=3, at=1, restart=0), SLOW]
+    begun = time.monotonic()
+    bench.rows(200)
+    run = bench.start("--tp=2", ranks=4, faults=faults, max_restarts=1, nodes=2)
+    assert run.wait(60) == 0, run.output()
+    folder.assert_complete(bench.output, bench.data, STATES)
+    seconds = time.monotonic() - begun
+    ledger.add(Injection(group="--max-restarts", fault="two nodes, a rank dies", slowest=seconds))
+
+
+def test_torchrun_is_gone_before_its_ranks_have_begun(bench: Bench, ledger: Ledger) -> None:
+    """They find no store at the address that they were given, and do not try for long."""
+    run = bench.start("--tp=1", ranks=2)
+    end = time.monotonic() + 20
+    while not (run.folder / "out-1").exists():
+        assert time.monotonic() < end
+    run.kill_agent()
+    begun = time.monotonic()
+    run.wait(60)
+    seconds = time.monotonic() - begun
+    ledger.add(Injection(group="kill -9", fault="torchrun, before its ranks meet", slowest=seconds))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_torchrun_alone_is_killed(bench: Bench, number: int, ledger: Ledger) -> None:
     """Its ranks are orphans then: they must not go on for a folder that others may start on."""

@@ -139,8 +139,13 @@ class Zygote:
         ranks: int = 1,
         faults: Sequence[Fault] = (),
         max_restarts: int = 0,
+        nodes: int = 1,
     ) -> Run:
-        """folder: for what the ranks print and for their process numbers."""
+        """
+        folder: for what the ranks print and for their process numbers.
+        nodes: as many torchrun agents as far as ranks can see; all but the last do not count
+            restarts, as agents do not whose own ranks did not fail, and the store outlives them.
+        """
         self._runs += 1
         here = folder / f"run-{self._runs:04d}"
         here.mkdir(parents=True)
@@ -151,6 +156,7 @@ class Zygote:
                 "faults": to_json(faults),
                 "folder": str(here),
                 "max_restarts": max_restarts,
+                "nodes": nodes,
             }
         )
         return Run(self, agent, here)
@@ -199,13 +205,19 @@ def _agent(request: dict[str, Any]) -> int:
     folder, ranks = Path(request["folder"]), request["ranks"]
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
+    import torch.distributed as dist
+
+    store: dist.TCPStore | None = None
     for restart in range(request["max_restarts"] + 1):
         pids, write_port = _fork_ranks(request, folder, ranks, restart)
-        import torch.distributed as dist
-
-        store = dist.TCPStore(
-            "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
+        if store is None or request["nodes"] == 1:
+            store = dist.TCPStore(
+                "localhost",
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=30),
+            )
         for descriptor in write_port:
             os.write(descriptor, str(store.port).encode())
             os.close(descriptor)
@@ -250,7 +262,10 @@ def _rank(request: dict[str, Any], folder: Path, rank: int, restart: int, port: 
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    nodes = request["nodes"]
+    failing_node = rank * nodes // request["ranks"] == nodes - 1
     os.environ.update(
+        GROUP_WORLD_SIZE=str(nodes),
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(request["ranks"]),
@@ -258,7 +273,7 @@ def _rank(request: dict[str, Any], folder: Path, rank: int, restart: int, port: 
         MASTER_ADDR="localhost",
         MASTER_PORT=port,
         TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT=str(restart),
+        TORCHELASTIC_RESTART_COUNT=str(restart if failing_node else 0),
         TORCHELASTIC_ERROR_FILE=str(folder / f"error-{rank}"),
     )
     from tests.support.fake_extract import run

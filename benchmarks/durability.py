@@ -1,0 +1,84 @@
+"""What --durability costs: the writer alone, fed from memory as fast as it takes it.
+
+usage: durability.py FOLDER [--samples N] [--kib SIZE_OF_ONE]; the last line is JSON.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from extractor.journal import JOURNAL, Journal
+from extractor.layout import native_planes
+from extractor.records import Batch, CapturedBatch, Sample
+from extractor.transfer import HostRing, Stager
+from extractor.writer import Durability, Writer
+
+HIDDEN, STATES, BATCH = 1024, ("1", "2", "4", "final"), 32
+MODES: tuple[Durability, ...] = ("none", "group", "file")
+
+
+def write(folder: Path, mode: Durability, batches: int, tokens: int) -> float:
+    """Seconds to write that many batches of BATCH samples."""
+    planes = native_planes(STATES, HIDDEN, torch.bfloat16)
+    size = BATCH * tokens
+    device = torch.device("cpu")
+    ring = HostRing(size * sum(plane.row_bytes for plane in planes), 4, pinned=False)
+    stager = Stager(planes, ring, device)
+    journal = Journal(folder / JOURNAL / "0000.jsonl", sync=mode != "none")
+    writer = Writer(
+        folder, journal, ring, model="m", states=",".join(STATES), threads=4, durability=mode
+    )
+    states = {name: torch.randn(size, HIDDEN).to(torch.bfloat16) for name in STATES}
+    ids, mask = torch.arange(tokens), torch.ones(tokens, dtype=torch.uint8)
+    begun = time.perf_counter()
+    for number in range(batches):
+        samples = tuple(
+            Sample(
+                row=number * BATCH + i,
+                turn=0,
+                id=str(i),
+                source="-",
+                input_ids=ids,
+                loss_mask=mask,
+            )
+            for i in range(BATCH)
+        )
+        buffer = ring.acquire(stager.nbytes(size), writer.check)
+        captured = CapturedBatch(Batch.of(number, samples), states)
+        writer.submit(stager.stage(captured, buffer))
+    writer.close()
+    journal.close()
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--kib", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    tokens = max(options.kib * 1024 // (HIDDEN * 2 * len(STATES)), 1)
+    megabytes = options.samples * tokens * HIDDEN * 2 * len(STATES) / 1e6
+    best: dict[str, float] = {}
+    for _ in range(options.rounds):  # one after the other each round: a busy machine is fair to all
+        for mode in MODES:
+            folder = options.folder / f"durability-{mode}"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            seconds = write(folder, mode, options.samples // BATCH, tokens)
+            best[mode] = max(best.get(mode, 0.0), megabytes / seconds)
+            shutil.rmtree(folder)
+    result = {mode: round(rate, 1) for mode, rate in best.items()}
+    for mode, rate in result.items():
+        samples = rate / megabytes * options.samples
+        print(f"{mode}: {samples:,.0f} samples/s, {rate:,} MB/s")
+    print(json.dumps({"unit": "MB/s", "kib": options.kib, **result}))
+
+
+if __name__ == "__main__":
+    main()

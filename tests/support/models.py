@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSION = "1"  # a new one makes every cache be built again
+VERSION = "2"  # a new one makes every cache be built again
 
 COMMON: dict[str, Any] = dict(
     vocab_size=49152,

@@ -223,7 +223,7 @@ def _variant(
     def make(path: Path, folder: Path) -> None:
         shutil.copytree(build("tiny_qwen3", folder), path)
         if template is not None:
-            source = ROOT / "tests/data/templates" / f"{template}.jinja"
+            source = ROOT / "tests/data/case_templates" / f"{template}.jinja"
             shutil.copy(source, path / "chat_template.jinja")
         for name, values in (files or {}).items():
             file = path / name

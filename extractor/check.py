@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,17 @@ from extractor.data.store import PreparedStore
 from extractor.errors import RunError, UsageError
 from extractor.journal import JOURNAL, REJECTS, RUN, Entry, read_entries, read_run
 from extractor.layout import finite_rows, native_planes
+from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.progress import ProgressLine, say
-from extractor.store import DTYPE_NAMES, SAMPLES, TEMPORARY, sample_path
+from extractor.store import DTYPE_NAMES, SAMPLES, TEMPORARY
 
 SHOWN = 10
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-KNOWN = {SAMPLES, JOURNAL, REJECTS, LOCK, "prepared", "vocab"}
+SAMPLE_FOLDERS = (f"{SAMPLES}/", "hidden_states/")
+KNOWN = {JOURNAL, REJECTS, LOCK, "prepared", "vocab"}
+# Beside the files, the table that its reader opens.
+DATASET = {"dataset_info.json", "state.json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class Findings:
         return not (self.missing or self.bad or self.strays or self.unjournalled)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Facts:
     """What a run said of itself and its rows."""
 
@@ -90,6 +95,23 @@ class Facts:
     @property
     def native(self) -> bool:
         return self.run["layout"] == "native"
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Raises KeyError for a run.json that lacks something."""
+        return LAYOUTS[self.run["layout"]](
+            stored=tuple(self.run["layers"]),
+            hidden=int(self.run["model"]["hidden_size"]),
+            dtype=getattr(torch, self.run["dtype"]),
+            model=Path(self.run["model"]["path"]).name,
+            numbering=Numbering(self.store.rows, self.store.turns),
+        )
+
+    @cached_property
+    def root(self) -> str:
+        """The folder of all sample files, relative to the output folder."""
+        first = int(self.store.rows[0]), int(self.store.turns[0])
+        return self.layout.path(*first).partition("/")[0]
 
 
 def check(argv: Sequence[str]) -> int:
@@ -115,11 +137,11 @@ def examine(output: Path, *, deep: bool = False, workers: int | None = None) -> 
     threads = workers or 4 * len(os.sched_getaffinity(0))
     findings = Findings(samples=len(facts.store.rows), rows_rejected=len(facts.store.rejects))
     with ThreadPoolExecutor(threads) as pool:
-        sizes = _sizes(output, pool, findings)
+        sizes = _sizes(output, facts.root, pool, findings)
         good = _by_journal(output, facts, sizes, findings)
         if deep:
             _read_all(output, facts, good, findings, pool)
-    _other_strays(output, findings)
+    _other_strays(output, facts, findings)
     return findings
 
 
@@ -127,7 +149,7 @@ def repair(output: Path, findings: Findings) -> None:
     """Remove bad, unjournalled and stray files inside samples/; what else is strange, a person put
     there, and it stays."""
     for name in [*findings.bad, *findings.unjournalled, *findings.strays]:
-        ours = name.startswith(f"{SAMPLES}/") or name.endswith(TEMPORARY)
+        ours = name.startswith(SAMPLE_FOLDERS) or name.endswith(TEMPORARY)
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             if ours:
                 (output / name).unlink()
@@ -153,33 +175,33 @@ def _facts(output: Path) -> Facts:
 # Names and sizes ----------------------------------------------------------------------------------
 
 
-def _sizes(output: Path, pool: ThreadPoolExecutor, findings: Findings) -> dict[str, int]:
-    """Relative path to size, of all regular files under samples/; the rest goes to strays."""
-    folders: list[str] = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(output / SAMPLES) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(entry.name)
-            else:
-                findings.strays.append(f"{SAMPLES}/{entry.name}")
-    sizes: dict[str, int] = {}
-    for found, strays in pool.map(lambda name: _scan(output, name), sorted(folders)):
+def _sizes(output: Path, root: str, pool: ThreadPoolExecutor, findings: Findings) -> dict[str, int]:
+    """Relative path to size, of all regular files under the samples' folder; the rest is stray."""
+    if not (output / root).is_dir():
+        return {}
+    sizes, strays, folders = _scan(output, root)
+    findings.strays += strays
+    for found, strays, deeper in pool.map(lambda name: _scan(output, name), sorted(folders)):
         sizes.update(found)
-        findings.strays += strays
+        findings.strays += [*strays, *deeper]
     return sizes
 
 
-def _scan(output: Path, folder: str) -> tuple[dict[str, int], list[str]]:
+def _scan(output: Path, folder: str) -> tuple[dict[str, int], list[str], list[str]]:
+    """(files with their sizes, strays, folders) in one folder."""
     sizes: dict[str, int] = {}
     strays: list[str] = []
-    with os.scandir(output / SAMPLES / folder) as entries:
+    folders: list[str] = []
+    with os.scandir(output / folder) as entries:
         for entry in entries:
-            name = f"{SAMPLES}/{folder}/{entry.name}"
-            if entry.is_file(follow_symlinks=False) and not entry.name.endswith(TEMPORARY):
+            name = f"{folder}/{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(name)
+            elif entry.is_file(follow_symlinks=False) and not entry.name.endswith(TEMPORARY):
                 sizes[name] = entry.stat(follow_symlinks=False).st_size
             else:
                 strays.append(name)
-    return sizes, strays
+    return sizes, strays, folders
 
 
 def _by_journal(
@@ -199,13 +221,13 @@ def _by_journal(
             continue
         rejected.discard(at)
         # Several journals may tell of a sample: the line that is true of the file counts.
-        if at not in lines or sizes.get(sample_path(entry.row, entry.turn)) == entry.size:
+        if at not in lines or sizes.get(facts.layout.path(entry.row, entry.turn)) == entry.size:
             lines[at] = entry
     findings.rejected = len(rejected)
     good: dict[str, tuple[int, Entry]] = {}
     named: set[str] = set()
     for at, (row, turn) in enumerate(zip(store.rows.tolist(), store.turns.tolist(), strict=True)):
-        path = sample_path(row, turn)
+        path = facts.layout.path(row, turn)
         named.add(path)
         size, entry = sizes.get(path), lines.get(at)
         if entry is not None and size == entry.size:
@@ -228,10 +250,11 @@ def _index(store: PreparedStore) -> dict[tuple[int, int], int]:
     return {pair: at for at, pair in enumerate(pairs)}
 
 
-def _other_strays(output: Path, findings: Findings) -> None:
+def _other_strays(output: Path, facts: Facts, findings: Findings) -> None:
+    known = {*KNOWN, facts.root, *(DATASET if facts.run["layout"] == "speculators" else ())}
     for entry in os.scandir(output):
         run = entry.name == RUN or (entry.name.startswith("run-") and entry.name.endswith(".json"))
-        if entry.is_symlink() or not (run or entry.name in KNOWN):
+        if entry.is_symlink() or not (run or entry.name in known or entry.name.endswith(".arrow")):
             findings.strays.append(entry.name)
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(output / JOURNAL):
@@ -271,10 +294,28 @@ def _wrong_with(output: Path, facts: Facts, name: str, known: tuple[int, Entry])
     except OSError as error:
         return f"cannot be read: {error.strerror} (errno {error.errno})"
     # The checksum last: a torn file is better told by what is missing from it.
-    wrong = _wrong_tensors(memoryview(content), facts, at) if facts.native else None
+    if facts.native:
+        wrong = _wrong_tensors(memoryview(content), facts, at)
+    else:
+        wrong = _wrong_elsewhere(output / name, facts, at)
     if wrong is None and xxhash.xxh3_64(content).hexdigest() != entry.xxh3:
         return "its checksum is not the one in its journal line"
     return wrong
+
+
+def _wrong_elsewhere(path: Path, facts: Facts, at: int) -> str | None:
+    """The same of another project's format, by the layout's own reader."""
+    try:
+        loaded = facts.layout.load(path)
+    except (RunError, OSError) as error:
+        return str(error)
+    sample = facts.store.sample(at)
+    if not torch.equal(loaded.input_ids.long(), sample.input_ids):
+        return "input_ids are not the row's"
+    for key, value in loaded.states.items():
+        if not bool(torch.isfinite(value.float()).all()):
+            return f"{key} has a value that is not finite"
+    return None
 
 
 def _wrong_tensors(content: memoryview, facts: Facts, at: int) -> str | None:

@@ -93,6 +93,26 @@ def test_shards(bench: Bench) -> None:
     assert check.examine(bench.output).complete
 
 
+@pytest.mark.parametrize("layout", ["specforge", "speculators", "modelopt"])
+def test_other_layouts(bench: Bench, layout: str) -> None:
+    run = bench.run(f"--layout={layout}")
+    assert run.code == 0, run.output()
+    assert check.examine(bench.output, deep=True).complete
+    journal = (bench.output / "journal" / "0000.jsonl").read_text().splitlines()
+    assert len(journal) == 40
+    facts = check._facts(bench.output)
+    path = bench.output / facts.layout.path(5, 0)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    (bench.output / facts.layout.path(6, 0)).unlink()
+    findings = check.examine(bench.output, deep=True)
+    assert list(findings.bad) == [facts.layout.path(5, 0)] and findings.missing == ["6"]
+    check.repair(bench.output, findings)
+    assert bench.run(f"--layout={layout}").code == 0
+    assert check.examine(bench.output, deep=True).complete
+
+
 def test_verb(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run().code == 0
 

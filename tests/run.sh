@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All the set-up and the tests, on a machine with two cores and no GPU: bash tests/run.sh [pytest flags]
 #
+#   -m slow           the long ones: every family and TP size, kills, replicas, wheels
 #   EXTRACTOR_VENV    the virtual environment to make or use; default: .venv
 #   EXTRACTOR_SGLANG  another supported release of SGLang than the newest; then the engine's tests only,
 #                     in a virtual environment of its own (.venv-RELEASE)
@@ -27,4 +28,4 @@ pyright
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"
 fi
-python -m pytest -m "not gpu and not multi_gpu and not slurm"
+python -m pytest -m "not gpu and not multi_gpu and not slurm and not slow"

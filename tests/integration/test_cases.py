@@ -84,6 +84,7 @@ def test_run_json_and_journal(mixed: Path) -> None:
     assert (mixed / "rejects.jsonl").read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one_by_one", "reversed"])
 def test_batch_mates_do_not_matter(
     mixed: Path, build_model: Build, tmp_path: Path, how: str
@@ -136,6 +137,7 @@ def test_other_settings_are_refused_by_name(
     assert "input rows" in result.complaints[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_qwen3moe", "tiny_dsv3"])
 def test_tensor_parallel_folders_are_alike(build_model: Build, tmp_path: Path, name: str) -> None:
     data = CASES / "39_tp_equal/input.jsonl"
@@ -188,6 +190,7 @@ def test_kill_9_and_the_same_command(build_model: Build, tmp_path: Path) -> None
             assert path.stat().st_mtime_ns == stamp, f"{path.name} was finished and written again"
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_on_one_host(build_model: Build, tmp_path: Path) -> None:
     data = CASES / "31_ports/input.jsonl"
     model = build_model("tiny_qwen3")

@@ -13,6 +13,8 @@ from tests.support import folder
 from tests.support.faults import Fault, power_cut
 from tests.support.ledger import Injection, Ledger
 
+pytestmark = pytest.mark.slow  # minutes on two cores
+
 SLOW = Fault(kind="slow_pass", seconds=0.08, restart=None)
 
 

@@ -27,6 +27,10 @@ FAMILIES = [
 ALL_30 = ",".join(map(str, range(30))) + ",embed"
 
 
+# The default run has one family a kind of attention; -m slow has them all.
+QUICK = {("tiny_qwen3", 2), ("tiny_dsv3", 2)}
+
+
 def judged(model: Path, ranks: int, specs: list[str], device: str = "cpu", *sglang: str) -> Any:
     """Per choice of layers, the judgements of every state of every sample; raises what is not good."""
     result = torchrun(
@@ -42,7 +46,7 @@ def judged(model: Path, ranks: int, specs: list[str], device: str = "cpu", *sgla
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_smollm2_every_state(build_model: Callable[[str], Path], ranks: int) -> None:
     found = judged(build_model("smollm2"), ranks, [ALL_30])
     states = {item["name"] for item in found[0]["results"]}
@@ -50,8 +54,14 @@ def test_smollm2_every_state(build_model: Callable[[str], Path], ranks: int) -> 
     assert {item["tokens"] for item in found[0]["results"]} == {1, 2, 21, 65, 391}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=() if (name, ranks) in QUICK else pytest.mark.slow)
+        for name in FAMILIES
+        for ranks in (1, 2)
+    ],
+)
 def test_families(build_model: Callable[[str], Path], name: str, ranks: int) -> None:
     last = 9 if name in ("tiny_dsv3", "tiny_kimi") else 5
     found = judged(build_model(name), ranks, ["0,2,4", f"{last},3,embed,1"])
@@ -59,11 +69,13 @@ def test_families(build_model: Callable[[str], Path], name: str, ranks: int) -> 
     assert [entry["self_check"]["read"] for entry in found] == [3, 4]
 
 
+@pytest.mark.slow
 def test_deepseek_choices_that_its_own_setter_gets_wrong(
     build_model: Callable[[str], Path],
 ) -> None:
     judged(build_model("tiny_dsv3"), 1, ["2,3,4", "1,2,4,9"])
 
 
+@pytest.mark.slow
 def test_deepseek_shape_on_eight_ranks(build_model: Callable[[str], Path]) -> None:
     judged(build_model("tiny_dsv3"), 8, ["0,2,4", "9,2,3,embed"])

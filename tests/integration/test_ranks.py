@@ -9,6 +9,8 @@ from tests.support import folder
 from tests.support.faults import Fault
 from tests.support.ledger import Injection, Ledger
 
+pytestmark = pytest.mark.slow  # minutes on two cores
+
 IN_TIME = 60.0
 WORLDS = [(2, 2), (2, 1), (4, 2)]
 SLOW = Fault(kind="slow_pass", rank=None, seconds=0.1)

@@ -11,6 +11,8 @@ from tests.support.faults import Fault
 from tests.support.ledger import Injection, Ledger
 from tests.support.zygote import Run
 
+pytestmark = pytest.mark.slow  # minutes on two cores
+
 SLOW = Fault(kind="slow_pass", rank=None, seconds=0.1, restart=None)
 
 

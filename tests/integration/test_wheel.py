@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.written import make_layout, make_samples, write_folder
 
+pytestmark = pytest.mark.slow  # minutes on two cores
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

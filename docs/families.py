@@ -67,8 +67,8 @@ def table(runs: list[dict[str, Any]]) -> str:
             f"{device}, {found[0]['compute_dtype']}",
             ", ".join(str(tp) for tp in sorted(run["tp"] for run in found)),
             ", ".join(_short(states)),
-            f"{max(run['median'] for run in found):.4f}",
-            f"{max(run['noise'] for run in found):.4f}",
+            f"{max(run['median'] for run in found):.1e}",
+            f"{max(run['noise'] for run in found):.1e}",
             "proved" if good else "**refuted**",
         )
         lines.append(" | ".join(cells))

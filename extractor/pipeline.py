@@ -584,6 +584,7 @@ def _work(
     lead.stages["run"] = time.perf_counter() - mark
     lead.run["replicas"] = results
     code = _finish(lead, "stopped" if any(r["stopped"] for r in results) else "complete")
+    watch.stop.settle()
     world.tell("answer", code)
     return code
 

@@ -50,6 +50,12 @@ class StopSignals:
         finally:
             self._interrupting = False
 
+    def settle(self) -> None:
+        """All that was in flight is on disk and the answer is known. torchrun ends the other ranks
+        when the first has left with it: that is not a second signal."""
+        for number in ASKING:
+            signal.signal(number, signal.SIG_IGN)
+
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._owner:
             # A forked helper inherits this handler: it must die when told to, and leave Ctrl-C,

@@ -13,7 +13,8 @@ if [ "${EXTRACTOR_SGLANG:-$newest}" != "$newest" ]; then
     source launch/environment.sh test,demo,report
     if [ $# -eq 0 ]; then
         set -- tests/unit/test_compat.py tests/unit/test_capture.py tests/unit/test_selfcheck.py \
-            tests/integration/test_parity.py -m "not gpu and not multi_gpu and not slow"
+            tests/integration/test_parity.py -k "not test_families or qwen3 or dsv3" \
+            -m "not gpu and not multi_gpu and not slow"
     fi
     exec python -m pytest "$@"
 fi

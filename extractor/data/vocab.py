@@ -13,10 +13,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from extractor.data.store import PreparedStore
 from extractor.errors import UsageError
+from extractor.store import Blob, safetensors_header, write_whole
 
 BLOCK = 1 << 22  # tokens counted at a time
 FREQUENCIES = "token_freq.safetensors"
@@ -86,6 +86,7 @@ def write_vocab(folder: Path, counted: TokenCounts, draft: DraftVocabulary | Non
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary)
-    temporary.rename(path)
+    """Raises OSError with the path, on a full disk too."""
+    blobs = {name: Blob.of(tensor) for name, tensor in tensors.items()}
+    parts = [safetensors_header(blobs, {}), *(blob.data for blob in blobs.values())]
+    write_whole(path, parts, sync=False)

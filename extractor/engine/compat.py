@@ -135,15 +135,18 @@ def allow_attention_backend(name: str) -> None:
     symbol("sglang.srt.server_args", "add_attention_backend_choices")([name])
 
 
-def wants_listed_backend(architecture: str) -> str | None:
-    """A backend's name that SGLang takes for a model with attention sinks, which it gives only to
-    backends on a list of its own; None for models that run with any."""
-    return "intel_amx" if architecture == "GptOssForCausalLM" else None
+def cpu_values(architecture: str) -> dict[str, Any]:
+    """ServerArgs without which SGLang does not run a model on this CPU platform.
 
-
-def runs_in_bfloat16_only(architecture: str) -> bool:
-    """Whether SGLang's class makes its weights bfloat16 whatever dtype is asked for."""
-    return architecture == "GptOssForCausalLM"
+    GPT-OSS: an attention backend by a name of its own list (one that no CPU has), experts without
+    Triton's kernels, and bfloat16, which its weights are whatever is asked for."""
+    if architecture != "GptOssForCausalLM":
+        return {}
+    return {
+        "attention_backend": "ascend",
+        "moe_runner_backend": "triton",
+        "dtype": "bfloat16",
+    }
 
 
 def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:

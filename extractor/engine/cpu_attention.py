@@ -118,13 +118,11 @@ def _create(runner: Any) -> PrefillAttention:
     return PrefillAttention(runner)
 
 
-def attention_backend(listed: str | None) -> str:
-    """The name to run this attention by: its own, or one that SGLang lists for a model that it lets
-    run with no other. Must be one that a CPU without SGLang's kernels could not run anyway."""
-    if listed is None:
-        return ATTENTION_BACKEND
-    register_attention_backend(listed)(_create)
-    return listed
+def attend_as(name: str) -> None:
+    """Be found by another name too: some models run with listed backends only. It must be one that a
+    CPU could not run anyway."""
+    if name != ATTENTION_BACKEND:
+        register_attention_backend(name)(_create)
 
 
 def _expand_always(attention: Any, forward_batch: Any) -> AttnForwardMethod:

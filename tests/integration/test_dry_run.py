@@ -29,7 +29,7 @@ def used(output: Path, names: str) -> int:
 @pytest.mark.parametrize(
     "layout, names",
     [
-        ("native", "*.safetensors"),
+        ("native", "0*.safetensors"),
         ("specforge", "*.ckpt"),
         ("speculators", "hs_*"),
         ("modelopt", "*.pt"),

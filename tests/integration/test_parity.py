@@ -11,13 +11,14 @@ from tests.support.launch import torchrun
 from tests.support.parity_ledger import record
 
 # In order of what differs: plain, bias, its own class, QK norms, scaled embeddings and four norms a
-# layer, mixtures of experts, latent attention, and that inside a multimodal wrapper.
+# layer, sinks and windows, mixtures of experts, latent attention, and that inside a multimodal wrapper.
 FAMILIES = [
     "tiny_llama",
     "tiny_qwen2",
     "tiny_mistral",
     "tiny_qwen3",
     "tiny_gemma3",
+    "tiny_gptoss",
     "tiny_qwen3moe",
     "tiny_glm4moe",
     "tiny_dsv3",

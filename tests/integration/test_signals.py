@@ -23,8 +23,14 @@ def until(run: Run, words: str, rank: int = 0) -> None:
         time.sleep(0.02)
 
 
-def until_samples(bench: Bench, run: Run) -> None:
-    while not folder.samples(bench.output):
+def until_samples(bench: Bench, run: Run, writers: int = 1) -> None:
+    """Until every replica's writer has finished a sample."""
+
+    def started() -> int:
+        journals = (bench.output / "journal").glob("*.jsonl")
+        return sum(path.stat().st_size > 0 for path in journals)
+
+    while started() < writers or not folder.samples(bench.output):
         assert run.alive(), run.output()
         time.sleep(0.02)
 
@@ -38,7 +44,7 @@ def status(bench: Bench) -> str:
 def test_drains(bench: Bench, number: signal.Signals, ranks: int, tp: int, ledger: Ledger) -> None:
     bench.rows(200)
     run = bench.start(f"--tp={tp}", ranks=ranks, faults=[SLOW])
-    until_samples(bench, run)
+    until_samples(bench, run, writers=ranks // tp)
     begun = time.monotonic()
     for rank in range(ranks):
         run.kill(rank, number)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSION = "1"  # a new one makes every cache be built again
+VERSION = "2"  # a new one makes every cache be built again
 
 COMMON: dict[str, Any] = dict(
     vocab_size=49152,
@@ -223,7 +223,7 @@ def _variant(
     def make(path: Path, folder: Path) -> None:
         shutil.copytree(build("tiny_qwen3", folder), path)
         if template is not None:
-            source = ROOT / "tests/data/templates" / f"{template}.jinja"
+            source = ROOT / "tests/data/case_templates" / f"{template}.jinja"
             shutil.copy(source, path / "chat_template.jinja")
         for name, values in (files or {}).items():
             file = path / name

@@ -67,6 +67,7 @@ def test_sweeping_leaves_other_rows_alone(tmp_path: Path) -> None:
     mine = write_pending(tmp_path / "000000001.safetensors", [b"x"])
     other = write_pending(tmp_path / "000000002-01.safetensors", [b"x"])
     write_whole(tmp_path / "000000003.safetensors", [b"x"], sync=True)
-    assert sweep_temporaries(tmp_path, {1, 3}) == 1
+    names = {"000000001.safetensors", "000000003.safetensors"}
+    assert sweep_temporaries(tmp_path, names) == 1
     assert not mine.temporary.exists() and other.temporary.exists()
     assert (tmp_path / "000000003.safetensors").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from extractor.journal import JOURNAL, Journal
-from extractor.layout import native_planes
+from extractor.layouts.native import Native
 from extractor.records import Batch, CapturedBatch, Sample
 from extractor.transfer import HostRing, Stager
 from extractor.writer import Durability, Writer
@@ -23,15 +23,14 @@ MODES: tuple[Durability, ...] = ("none", "group", "file")
 
 def write(folder: Path, mode: Durability, batches: int, tokens: int) -> float:
     """Seconds to write that many batches of BATCH samples."""
-    planes = native_planes(STATES, HIDDEN, torch.bfloat16)
+    layout = Native(stored=STATES, hidden=HIDDEN, dtype=torch.bfloat16, model="m")
+    planes = layout.planes
     size = BATCH * tokens
     device = torch.device("cpu")
     ring = HostRing(size * sum(plane.row_bytes for plane in planes), 4, pinned=False)
     stager = Stager(planes, ring, device)
     journal = Journal(folder / JOURNAL / "0000.jsonl", sync=mode != "none")
-    writer = Writer(
-        folder, journal, ring, model="m", states=",".join(STATES), threads=4, durability=mode
-    )
+    writer = Writer(folder, journal, ring, layout=layout, threads=4, durability=mode)
     states = {name: torch.randn(size, HIDDEN).to(torch.bfloat16) for name in STATES}
     ids, mask = torch.arange(tokens), torch.ones(tokens, dtype=torch.uint8)
     begun = time.perf_counter()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
+from tests.support.faults import Fault, to_json
 from tests.support.zygote import REPOSITORY
 
 
@@ -42,3 +43,17 @@ def test_under_torchrun(bench: Bench) -> None:
     assert done.returncode == 0, done.stderr
     folder.assert_complete(bench.output, bench.data, STATES)
     assert json.loads((bench.output / "run.json").read_text())["world"]["replicas"] == 2
+
+
+@pytest.mark.slow
+def test_torchrun_names_the_rank_that_failed(bench: Bench) -> None:
+    """Its report has that rank as the root cause, with its own error."""
+    fault = Fault(kind="raise", rank=1, at=1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["tests/support/fake_extract.py", "--faults", to_json([fault])]
+    done = subprocess.run(
+        [*command, *bench.argv()], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    report = done.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in report and "injected at pass 1" in report, done.stderr

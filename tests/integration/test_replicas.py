@@ -95,7 +95,8 @@ def test_two_at_once(
     bench: Bench, first: tuple[str, ...], second: tuple[str, ...], refused: bool, ledger: Ledger
 ) -> None:
     bench.rows(200)
-    one = bench.start(*first, faults=[SLOW])
+    slower = Fault(kind="slow_pass", rank=None, seconds=0.6)
+    one = bench.start(*first, faults=[slower])
     wait_for_samples(bench, one)
     other = bench.run(*second)
     assert one.alive()

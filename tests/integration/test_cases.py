@@ -156,6 +156,7 @@ def test_tensor_parallel_folders_are_alike(build_model: Build, tmp_path: Path, n
                 assert difference.norm() / value.float().norm() < 0.02, (sample, key)
 
 
+@pytest.mark.slow
 def test_kill_9_and_the_same_command(build_model: Build, tmp_path: Path) -> None:
     """Real engine, killed as soon as some files are there; the rest comes with the next start."""
     data, output = tmp_path / "rows.jsonl", tmp_path / "out"

@@ -68,6 +68,7 @@ def test_model_without_marks(build_model: Build, data: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_no_rows(build_model: Build, tmp_path: Path, content: str) -> None:
     (tmp_path / "rows.jsonl").write_text(content)
@@ -78,6 +79,7 @@ def test_no_rows(build_model: Build, tmp_path: Path, content: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_foreign_folder_and_file(build_model: Build, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
@@ -91,6 +93,7 @@ def test_foreign_folder_and_file(build_model: Build, data: Path, tmp_path: Path)
     assert "is a file" in result.complaints[0]
 
 
+@pytest.mark.slow
 def test_no_verb_and_unknown_flag(tmp_path: Path) -> None:
     result = torchrun(
         1, "launch/extract.py", "--model", "x", "--data", "y", "--output", "z", "--no"

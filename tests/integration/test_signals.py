@@ -13,6 +13,8 @@ from tests.support.ledger import Injection, Ledger
 from tests.support.zygote import Run
 
 IN_TIME = 30.0
+pytestmark = pytest.mark.slow  # waits in seconds, which a busy machine stretches
+
 SLOW = Fault(kind="slow_pass", rank=None, seconds=0.2)
 
 

@@ -70,6 +70,8 @@ class ModelSpec:
             config, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
         except (OSError, ValueError, TypeError, AttributeError) as error:  # or not an object
             raise UsageError(f"--model {model}: config.json is not readable: {error}") from error
+        if not isinstance(config, Mapping):
+            raise UsageError(f"--model {model}: config.json is no JSON object")
         text = text_config(config)
         try:
             return cls(

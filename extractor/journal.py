@@ -12,11 +12,14 @@ import json
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,17 +30,17 @@ from extractor.store import Written, json_line, sample_path, write_json, write_w
 JOURNAL = "journal"
 REJECTS = "rejects.jsonl"
 RUN = "run.json"
+STAT_THREADS, STATS_AT_A_TIME = 16, 1000
 LAST_WRITER_SECONDS = 120.0  # longer than an NFS server keeps the locks of a client that is gone
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, rename={"size": "bytes"}):
     """A journal line: a finished sample, or (reject set) one that this run had to leave out."""
 
     row: int
     turn: int
-    size: int
-    xxh3: str
+    size: int = 0
+    xxh3: str = ""
     reject: Reject | None = None
     tokens: int = 0
     id: str = ""
@@ -158,25 +161,24 @@ def read_entries(output: Path, ends: dict[str, int] | None = None) -> Iterator[E
                     if not line.endswith(b"\n"):
                         break
                     ends[path.name] = ends.get(path.name, 0) + len(line)
-                try:
-                    value = json.loads(line)
-                    reject = value.get("reject")
-                    yield Entry(
-                        value["row"],
-                        value["turn"],
-                        value.get("bytes", 0),
-                        value.get("xxh3", ""),
-                        None if reject is None else _read_reject(reject),
-                        value.get("tokens", 0),
-                        value.get("id", ""),
-                    )
-                except (ValueError, KeyError, TypeError):
-                    continue
+                entry = _read_line(line)
+                if entry is not None:
+                    yield entry
 
 
-def _read_reject(value: dict[str, Any]) -> Reject:
-    names = ("row", "turn", "id", "source", "reason", "detail")
-    return Reject(**{name: value[name] for name in names})
+_decode = msgspec.json.Decoder(Entry).decode
+
+
+def _read_line(line: bytes) -> Entry | None:
+    """None for a line that is none of ours."""
+    try:
+        return _decode(line)
+    except ValueError:
+        pass
+    try:  # half a surrogate pair in an id, which msgspec's own reader refuses
+        return msgspec.convert(json.loads(line), Entry)
+    except ValueError:
+        return None
 
 
 def reject_line(reject: Reject) -> dict[str, Any]:
@@ -211,30 +213,76 @@ def find_done(
     turns: npt.NDArray[np.int16],
     path: Callable[[int, int], str] = sample_path,
 ) -> Done:
-    """Compare the journals with the files that are there, one stat a journalled sample.
+    """Compare the journals with the files that are there: one stat a journalled sample, several at a
+    time, since a network filesystem answers each late.
 
+    rows, turns: [N] of the prepared store, in its (row, turn) order.
     path: where a (row, turn) lies below output; the layout says."""
-    index = {key: i for i, key in enumerate(zip(rows.tolist(), turns.tolist(), strict=True))}
-    finished = np.zeros(len(rows), np.bool_)
-    rejected: dict[int, Reject] = {}
-    seen = np.zeros(len(rows), np.bool_)
+    keys = _keys(rows, turns)
+    at_rows, at_turns, sizes = array("q"), array("h"), array("q")
+    rejects: list[tuple[int, Reject]] = []  # with how many finished samples came before
     for entry in read_entries(output):
-        at = index.get((entry.row, entry.turn))
-        if at is None:
-            continue
         if entry.reject is not None:
-            rejected[at] = entry.reject
+            rejects.append((len(sizes), entry.reject))
             continue
-        seen[at] = True
-        if not finished[at]:
-            finished[at] = _size(output / path(entry.row, entry.turn)) == entry.size
-        rejected.pop(at, None)
+        at_rows.append(entry.row)
+        at_turns.append(entry.turn)
+        sizes.append(entry.size)
+    at = _find(keys, _keys(np.array(at_rows, np.int64), np.array(at_turns, np.int16)))
+    said = np.array(sizes, np.int64)
+    seen = np.zeros(len(rows), np.bool_)
+    seen[at[at >= 0]] = True
+    on_disk = np.full(len(rows), -1, np.int64)
+    journalled = seen.nonzero()[0]
+    on_disk[journalled] = _sizes(output, rows[journalled], turns[journalled], path)
+    known = (at >= 0).nonzero()[0]
+    finished = np.zeros(len(rows), np.bool_)
+    finished[at[known][on_disk[at[known]] == said[known]]] = True
+    last_line = np.full(len(rows), -1, np.int64)
+    last_line[at[known]] = known  # of several, numpy keeps the last
+    rejected: dict[int, Reject] = {}
+    for before, reject in rejects:
+        index = int(_find(keys, _keys(np.array([reject.row]), np.array([reject.turn])))[0])
+        if index >= 0 and last_line[index] < before:
+            rejected[index] = reject
     return Done(finished, rejected, int((seen & ~finished).sum()))
 
 
-def _size(path: Path) -> int:
+def _keys(rows: npt.NDArray[np.int64], turns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """One number a (row, turn), in the same order."""
+    return (rows.astype(np.int64) << 16) + turns
+
+
+def _find(keys: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where each wanted key is in the sorted keys, or -1."""
+    if not len(keys):
+        return np.full(len(wanted), -1, np.int64)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, at, -1)
+
+
+def _sizes(
+    output: Path,
+    rows: npt.NDArray[np.int64],
+    turns: npt.NDArray[np.int16],
+    path: Callable[[int, int], str],
+) -> list[int]:
+    """Bytes of each sample's file, -1 for one that is not there."""
+    top = f"{output}/"
+
+    def some(begin: int) -> list[int]:
+        part = slice(begin, begin + STATS_AT_A_TIME)
+        pairs = zip(rows[part].tolist(), turns[part].tolist(), strict=True)
+        return [_size(top + path(row, turn)) for row, turn in pairs]
+
+    with ThreadPoolExecutor(STAT_THREADS) as pool:
+        parts = pool.map(some, range(0, len(rows), STATS_AT_A_TIME))
+        return [size for part in parts for size in part]
+
+
+def _size(path: str) -> int:
     try:
-        return path.lstat().st_size
+        return os.lstat(path).st_size
     except OSError:
         return -1
 

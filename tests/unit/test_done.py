@@ -1,0 +1,98 @@
+"""What counts as done: a journal line and a file of that size, whatever else the journals hold."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extractor.journal import JOURNAL, find_done, reject_line
+from extractor.records import Reject
+from extractor.store import sample_path
+
+SAMPLES = [(0, 0), (1, 1), (1, 2), (5, 0), (1000, 0), (1001, 3)]
+STRANGERS = [(2, 0), (1, 3), (5, 1), (-1, 0), (2000, 0)]
+GARBAGE = [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"row": 0}',
+    '{"row": "0", "turn": 0, "bytes": 3}',
+    '{"row": 0.5}',
+]
+
+
+def reject(row: int, turn: int) -> Reject:
+    return Reject(row=row, turn=turn, id="\ud800", source="f:1", reason="non_finite", detail="d")
+
+
+def line(event: tuple[str, tuple[int, int], int] | str) -> str:
+    if isinstance(event, str):
+        return event
+    kind, (row, turn), size = event
+    if kind == "reject":
+        return json.dumps({"row": row, "turn": turn, "reject": reject_line(reject(row, turn))})
+    return json.dumps({"row": row, "turn": turn, "id": "\ud800", "bytes": size, "xxh3": "0"})
+
+
+events = st.lists(
+    st.one_of(
+        st.sampled_from(GARBAGE),
+        st.tuples(
+            st.sampled_from(["done", "reject"]),
+            st.sampled_from(SAMPLES + STRANGERS),
+            st.integers(0, 3),
+        ),
+    ),
+    max_size=25,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    journals=st.lists(events, min_size=1, max_size=3),
+    sizes=st.dictionaries(st.sampled_from(SAMPLES), st.integers(0, 3)),
+)
+def test_a_line_and_a_file_of_that_size(
+    tmp_path_factory: pytest.TempPathFactory,
+    journals: list[list[tuple[str, tuple[int, int], int] | str]],
+    sizes: dict[tuple[int, int], int],
+) -> None:
+    output = tmp_path_factory.mktemp("done")
+    (output / JOURNAL).mkdir()
+    for number, lines in enumerate(journals):
+        text = "".join(line(event) + "\n" for event in lines)
+        (output / JOURNAL / f"{number:04d}.jsonl").write_text(text)
+    for (row, turn), size in sizes.items():
+        path = output / sample_path(row, turn)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * size)
+    # By the definition, an event at a time.
+    finished: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()
+    rejected: set[tuple[int, int]] = set()
+    for event in (event for lines in journals for event in lines):
+        if isinstance(event, str) or event[1] not in SAMPLES:
+            continue
+        if event[0] == "reject":
+            rejected.add(event[1])
+            continue
+        seen.add(event[1])
+        rejected.discard(event[1])
+        if sizes.get(event[1]) == event[2]:
+            finished.add(event[1])
+    rows, turns = (np.array(column) for column in zip(*SAMPLES, strict=True))
+    done = find_done(output, rows, turns.astype(np.int16))
+    assert {SAMPLES[i] for i in done.finished.nonzero()[0]} == finished
+    assert {SAMPLES[i]: value for i, value in done.rejected.items()} == {
+        key: reject(*key) for key in rejected
+    }
+    assert done.damaged == len(seen - finished)
+
+
+def test_nothing_prepared(tmp_path: Path) -> None:
+    done = find_done(tmp_path, np.zeros(0, np.int64), np.zeros(0, np.int16))
+    assert (len(done.finished), done.rejected, done.damaged) == (0, {}, 0)

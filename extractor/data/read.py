@@ -33,7 +33,7 @@ BLOCK = 1 << 20
 COMPRESSED = (".gz", ".zst")
 LINE_FORMATS = (".jsonl", ".ndjson")
 FORMATS = (*LINE_FORMATS, ".json", ".parquet")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%+-]+)?|[\w-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]:%+-]+)?|[\w-]+")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Record = tuple[int, bytes | dict[str, Any] | BadRow]

@@ -50,7 +50,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     """A row a family, release and device; the TP sizes and states of its runs together."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     # The last word on a model, release and size counts.
-    last = {(r["model"], r["sglang"], r["device"], r["tp"]): r for r in runs}
+    last = {(r["model"], r["sglang"], r["device"], r["tp"], r.get("ep", 1)): r for r in runs}
     for run in last.values():
         groups.setdefault((run["model"], run["sglang"], run["device"]), []).append(run)
     lines = [" | ".join(HEAD), " | ".join("---" for _ in HEAD)]
@@ -65,7 +65,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             f"`{found[0]['model_class']}`",
             sglang,
             f"{device}, {found[0]['compute_dtype']}",
-            ", ".join(str(tp) for tp in sorted(run["tp"] for run in found)),
+            ", ".join(_ranks(run) for run in sorted(found, key=lambda run: run["tp"])),
             ", ".join(_short(states)),
             f"{max(run['median'] for run in found):.1e}",
             f"{max(run['noise'] for run in found):.1e}",
@@ -73,6 +73,10 @@ def table(runs: list[dict[str, Any]]) -> str:
         )
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def _ranks(run: dict[str, Any]) -> str:
+    return f"{run['tp']} (EP {run['ep']})" if run.get("ep", 1) > 1 else str(run["tp"])
 
 
 def _short(states: set[str]) -> list[str]:

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from extractor.errors import UsageError
 
 FIRST, LAST = (0, 5, 17), (0, 5, 23)
@@ -54,6 +56,7 @@ SYMBOLS: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("sglang.srt.distributed.parallel_state_wrapper", "ParallelState"): (FIRST, (0, 5, 20)),
     ("sglang.srt.server_args", "add_attention_backend_choices"): (FIRST, LAST),
     ("sglang.srt.models.registry", "ModelRegistry"): (FIRST, LAST),
+    ("sglang.srt.layers.moe.fused_moe_native", "moe_forward_native"): (FIRST, LAST),
 }
 
 
@@ -147,6 +150,26 @@ def cpu_values(architecture: str) -> dict[str, Any]:
         "moe_runner_backend": "triton",
         "dtype": "bfloat16",
     }
+
+
+def skip_absent_experts() -> None:
+    """Make SGLang's PyTorch experts, which the CPU platform uses, right under expert parallelism: a
+    token's expert that lives on another rank has id -1, which they take for an index."""
+    native = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
+    inner = native.moe_forward_native
+
+    def forward(layer: Any, x: torch.Tensor, topk: Any, config: Any) -> torch.Tensor:
+        weights, ids, *rest = topk
+        absent = ids < 0
+        weights, ids = weights.masked_fill(absent, 0), ids.masked_fill(absent, 0)
+        # A choice at a time, since they count an expert once that a token has twice.
+        parts = [
+            inner(layer, x, type(topk)(weights[:, j : j + 1], ids[:, j : j + 1], *rest), config)
+            for j in range(ids.shape[1])
+        ]
+        return torch.stack(parts).sum(0)
+
+    native.moe_forward_native = forward
 
 
 def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:

@@ -16,6 +16,9 @@ class CpuPlatform(SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
+    def get_device(self, device_id: int | None = None) -> str:
+        return "cpu"
+
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return 1 << 40  # the KV pool's size is always given, never derived from this
 

@@ -178,6 +178,8 @@ class SGLangEngine:
             # Eight times faster there, and exacter; what is stored is rounded once, at the end.
             values["dtype"] = "float32"
         values |= compat.cpu_values(architecture)
+        if int(self._options.sglang_args.get("ep_size", 1)) > 1:
+            compat.skip_absent_experts()
         attend_as(values["attention_backend"])
         compat.allow_attention_backend(values["attention_backend"])
         return values
@@ -198,6 +200,7 @@ class SGLangEngine:
                 "compute_dtype": str(runner.model_config.dtype).removeprefix("torch."),
                 "quantization": runner.model_config.quantization,
                 "tp": self._args.tp_size,
+                "ep": self._args.ep_size,
                 "kv_pool_tokens": runner.max_total_num_tokens,
             },
         )

@@ -43,6 +43,9 @@ def judged(model: Path, ranks: int, specs: list[str], device: str = "cpu", *sgla
         bad = [item for item in entry["results"] if not item["good"]]
         assert not bad, (entry["layers"], bad)
         assert all(item["repeats"] for item in entry["results"]), "the same batch gave other bits"
+        # A sample in chunks is the sample in one pass, but for how its products were rounded.
+        noise = max(item["noise_whole"] for item in entry["results"])
+        assert entry["chunked"] <= noise, (entry["layers"], entry["chunked"], noise)
     return found
 
 
@@ -79,3 +82,9 @@ def test_deepseek_choices_that_its_own_setter_gets_wrong(
 @pytest.mark.slow
 def test_deepseek_shape_on_eight_ranks(build_model: Callable[[str], Path]) -> None:
     judged(build_model("tiny_dsv3"), 8, ["0,2,4", "9,2,3,embed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny_qwen3moe", "tiny_dsv3"])
+def test_expert_parallel(build_model: Callable[[str], Path], name: str) -> None:
+    judged(build_model(name), 2, ["0,2,4,embed"], "cpu", "ep_size=2")

@@ -14,6 +14,7 @@ def summary(model: str, ranks: int, device: str, found: list[dict[str, Any]]) ->
     return {
         "model": model,
         "tp": ranks,
+        "ep": found[0]["engine"]["ep"],
         "device": device,
         "date": datetime.now(UTC).date().isoformat(),
         **{key: found[0]["engine"][key] for key in ENGINE},
@@ -24,6 +25,7 @@ def summary(model: str, ranks: int, device: str, found: list[dict[str, Any]]) ->
         "median": max(item["median"] for item in long),
         "noise": max(item["noise"] for item in long),
         "alone": max(entry["alone"] for entry in found),
+        "chunked": max(entry["chunked"] for entry in found),
     }
 
 

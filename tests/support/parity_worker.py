@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node TP -m tests.support.parity_worker MODEL DEVICE SPECS_JSON [KEY=VALUE ...]
 
-Prints a line "PARITY {...}" for each choice. A last sample is longer than the token budget.
+Prints a line "PARITY {...}" for each choice. A last sample is longer than the token budget, and samples
+of lengths around it run in chunks and in one pass.
 EXTRACTOR_PARITY_STATES names a file to save the states of the last choice's short samples in, for
 docs/families.py to compare two runs.
 """
@@ -10,7 +11,7 @@ docs/families.py to compare two runs.
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ from extractor.topology import Place, World
 LENGTHS = (21, 65, 1, 2)
 BUDGET = 128
 LONG = 3 * BUDGET + 7
+# Samples by themselves, in chunks of the budget against one pass.
+EDGES = (1, 2, BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET, 2 * BUDGET + 1, LONG)
 
 
 def difference_alone(
@@ -40,6 +43,24 @@ def difference_alone(
         for name, state in runner.forward(Batch(2, (len(ids),), ids)).states.items():
             want = together[name][begin:end].float()
             largest = max(largest, float((state.float() - want).norm() / want.norm()))
+    return largest
+
+
+def difference_in_chunks(runner: engine.SGLangEngine, ids: torch.Tensor) -> float:
+    """The largest relative difference of any state of a sample of any length of EDGES from the same
+    sample in one pass. All tp ranks call it together."""
+    largest = 0.0
+    options = runner._options
+    for length in EDGES:
+        batch = Batch(3, (length,), ids[:length])
+        chunked = runner.forward(batch).states
+        chunked = {name: state.clone() for name, state in chunked.items()}
+        runner._options = replace(options, max_tokens=LONG)
+        for name, state in runner.forward(batch).states.items():
+            assert len(chunked[name]) == len(state) == length, (name, length)
+            difference = (chunked[name].float() - state.float()).norm() / state.float().norm()
+            largest = max(largest, float(difference))
+        runner._options = options
     return largest
 
 
@@ -95,12 +116,14 @@ def main() -> None:
                 results += [{**asdict(j), "good": j.good, "repeats": equal} for j in judged]
         together = runner.forward(batch).states
         alone = difference_alone(runner, batch, together)
+        chunked = difference_in_chunks(runner, long.input_ids)
         if reference is not None:
             line = {
                 "layers": text,
                 "results": results,
                 "self_check": asdict(proof),
                 "alone": alone,
+                "chunked": chunked,
                 "engine": runner.info.details,
             }
             print("PARITY", json.dumps(line), flush=True)

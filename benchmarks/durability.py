@@ -21,7 +21,7 @@ HIDDEN, STATES, BATCH = 1024, ("1", "2", "4", "final"), 32
 MODES: tuple[Durability, ...] = ("none", "group", "file")
 
 
-def write(folder: Path, mode: Durability, batches: int, tokens: int) -> float:
+def write(folder: Path, mode: Durability, batches: int, tokens: int, threads: int = 4) -> float:
     """Seconds to write that many batches of BATCH samples."""
     layout = Native(stored=STATES, hidden=HIDDEN, dtype=torch.bfloat16, model="m")
     planes = layout.planes
@@ -30,7 +30,7 @@ def write(folder: Path, mode: Durability, batches: int, tokens: int) -> float:
     ring = HostRing(size * sum(plane.row_bytes for plane in planes), 4, pinned=False)
     stager = Stager(planes, ring, device)
     journal = Journal(folder / JOURNAL / "0000.jsonl", sync=mode != "none")
-    writer = Writer(folder, journal, ring, layout=layout, threads=4, durability=mode)
+    writer = Writer(folder, journal, ring, layout=layout, threads=threads, durability=mode)
     states = {name: torch.randn(size, HIDDEN).to(torch.bfloat16) for name in STATES}
     ids, mask = torch.arange(tokens), torch.ones(tokens, dtype=torch.uint8)
     begun = time.perf_counter()

@@ -57,6 +57,8 @@ SYMBOLS: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("sglang.srt.server_args", "add_attention_backend_choices"): (FIRST, LAST),
     ("sglang.srt.models.registry", "ModelRegistry"): (FIRST, LAST),
     ("sglang.srt.layers.moe.fused_moe_native", "moe_forward_native"): (FIRST, LAST),
+    ("sglang.srt.layers.logits_processor", "LogitsProcessor"): (FIRST, LAST),
+    ("sglang.srt.layers.vocab_parallel_embedding", "VocabParallelEmbedding"): (FIRST, LAST),
 }
 
 

@@ -293,7 +293,7 @@ def _lead(
     if before is not None and (changed := fingerprint.changes(before["parts"], parts)):
         raise UsageError(
             f"{config.output} holds a run with other settings; {'; '.join(changed)}. "
-            "Give the same settings, or another --output"
+            "Give the same settings, or another --output (docs/reliability.md)"
         )
     mark = time.perf_counter()
     selected = plan.shard(store.rows, store.lengths, index, count)

@@ -105,6 +105,7 @@ def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -
             f"{spec.architecture} has no capture marks in SGLang "
             f"{'.'.join(map(str, compat.installed_version()))}; these do: "
             + ", ".join(compat.architectures_with_marks())
+            + " (docs/families.md)"
         )
 
 

@@ -151,9 +151,11 @@ def _share_of(head: Any, vocab_size: int, ranks: int) -> Share:
 
 def _gather(own: torch.Tensor) -> torch.Tensor:
     """[R, ...]: this tensor of every rank of the replica."""
-    every = own.new_empty((dist.get_world_size(), *own.shape))
+    # One after the other in the first dimension: the form that gloo and NCCL both know.
+    ranks = dist.get_world_size()
+    every = own.new_empty((ranks * len(own), *own.shape[1:]))
     dist.all_gather_into_tensor(every, own.contiguous())
-    return every
+    return every.view(ranks, *own.shape)
 
 
 def _difference(state: torch.Tensor, other: torch.Tensor) -> float:

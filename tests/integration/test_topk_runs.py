@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from extractor import check
-from extractor.cli import main
 from extractor.config import ExtractConfig, parse
 from extractor.convert import convert
 from extractor.dataset import HiddenStates, Pad
 from extractor.dry_run import make_estimate
+from extractor.report import report
 from tests.integration.conftest import Bench
 from tests.support import folder
 from tests.support.fake_engine import expected, expected_topk
@@ -35,7 +35,7 @@ def test_in_every_file(bench: Bench, flags: tuple[str, ...], ranks: int) -> None
     assert "topk_ids" not in HiddenStates(bench.output, topk=False)[0]
     assert HiddenStates(bench.output, dtype=torch.bfloat16)[0]["topk_logprobs"].dtype.itemsize == 4
     assert check.examine(bench.output, deep=True).complete
-    assert main(["report", str(bench.output), "--states-of", "4"]) == 0
+    assert report([str(bench.output), "--states-of", "4"]) == 0
     assert "topk_logprobs" in (bench.output / "report.html").read_text()
 
 
@@ -50,13 +50,13 @@ def test_another_k_is_another_run(bench: Bench) -> None:
     assert "40 done, 0 to do" in bench.run(K).output(0)
     for flag, now in (("--topk-logits=6", "6"), ("--topk-logits=0", "absent")):
         run = bench.run(flag)
-        assert run.code == 2 and f"topk_logits: 5 then, {now} now" in run.output(0)
+        assert run.code != 0 and f"topk_logits: 5 then, {now} now" in run.output(0)
 
 
 def test_layouts_that_read_none_refuse_it(bench: Bench) -> None:
     for name in ("specforge", "speculators", "modelopt"):
         run = bench.run(K, f"--layout={name}")
-        assert run.code == 2
+        assert run.code != 0
         assert "reads no logits; use --layout native (docs/formats.md)" in run.output(0)
 
 

@@ -1,8 +1,8 @@
 """The readers that SpecForge, speculators and Model-Optimizer publish, on files that we wrote from
 SmolLM2: what they hand their trainers is what our own reader gives, bit for bit.
 
-Each reader runs in the environment that tests/peers/setup.sh makes. Without one a test is skipped and
-says so; with EXTRACTOR_PEERS=1 it fails.
+Each reader runs in the environment that tests/peers/setup.sh makes. Without one a test says NOT RUN; with
+EXTRACTOR_PEERS=1, under which tests/run.sh makes them, it fails.
 """
 
 import json
@@ -66,7 +66,7 @@ def read(peer: str, folder: Path, kind: str = "-", what: str = "read") -> dict[s
     """Run a reader in its environment; the tensors that it dumped."""
     python = PEERS / peer / "bin" / "python"
     if not (PEERS / peer / "ready").is_file():
-        message = f"no environment of {peer} in {PEERS}: run tests/peers/setup.sh"
+        message = f"NOT RUN: no environment of {peer}: EXTRACTOR_PEERS=1 bash tests/run.sh"
         if os.environ.get("EXTRACTOR_PEERS") == "1":
             pytest.fail(message)
         pytest.skip(message)

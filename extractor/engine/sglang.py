@@ -163,7 +163,8 @@ class SGLangEngine:
             forward_batch.mrope_positions = positions
 
         def wrapper() -> Any:
-            with compat.forward_scope(runner, forward_batch):
+            device = self._options.device.type
+            with compat.forward_scope(runner, forward_batch), compat.wrapper_scope(device):
                 runner.attn_backend.init_forward_metadata(forward_batch)
                 return runner.model(forward_batch.input_ids, positions, forward_batch)
 

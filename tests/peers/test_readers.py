@@ -1,8 +1,8 @@
 """The readers that SpecForge, speculators and Model-Optimizer publish, on files that we wrote from
 SmolLM2: what they hand their trainers is what our own reader gives, bit for bit.
 
-Each reader runs in the environment that tests/peers/setup.sh makes. Without one a test says NOT RUN; with
-EXTRACTOR_PEERS=1, under which tests/run.sh makes them, it fails.
+Each reader runs in the environment that tests/peers/setup.sh makes. Without one a test says NOT RUN;
+with EXTRACTOR_PEERS=1, under which tests/run.sh makes them, it fails.
 """
 
 import json

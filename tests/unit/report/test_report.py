@@ -130,7 +130,6 @@ def browser() -> str:
     pytest.skip(message)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1180, 420])
 def test_a_browser_shows_it(folder: Path, tmp_path: Path, scheme: str, width: int):

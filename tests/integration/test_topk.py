@@ -27,7 +27,8 @@ def topk(model: Path, ranks: int, k: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "ranks", "k"),
     [
-        ("tiny_qwen3", 2, 16),
+        # test_program has this one by default.
+        pytest.param("tiny_qwen3", 2, 16, marks=pytest.mark.slow),
         pytest.param("tiny_qwen3", 1, 16, marks=pytest.mark.slow),
         ("tiny_softcap", 2, 16),
         pytest.param("tiny_softcap", 1, 16, marks=pytest.mark.slow),

@@ -44,20 +44,17 @@ def main() -> None:
     ids = torch.randint(0, spec.vocab_size, (sum(LENGTHS) + LONG,), generator=generator)
     batch = Batch(0, LENGTHS, ids[: sum(LENGTHS)])
     long = Batch(1, (LONG,), ids[sum(LENGTHS) :])
-    found = [compare(runner.forward(each).states, each, reference(model)) for each in (batch, long)]
+    seen = [(runner.forward(each).states, each) for each in (batch, long)]
     refusals = refuse(runner, place)
     if place.rank == 0:
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         line = {
-            "found": found,
+            "found": [compare(states, each, reference) for states, each in seen],
             "refusals": refusals,
             "compute_dtype": runner.info.details["compute_dtype"],
         }
         print("TOPK", json.dumps(line), flush=True)
     world.leave()
-
-
-def reference(model: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -41,9 +41,9 @@ DATASET = {"dataset_info.json", "state.json", "token_freq.pt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckConfig:
-    """Is every row accounted for, is every file whole; exit code 0 when so, 1 when not."""
+    """Is every row accounted for, is every file whole; exit code 1 when not."""
 
-    output: tyro.conf.Positional[Path]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The folder that extract wrote."""
     deep: bool = False
     """Read every file: header, checksum, and that all numbers are finite."""

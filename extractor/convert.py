@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -36,9 +36,9 @@ VOCAB = "vocab"
 class ConvertConfig:
     """Write the samples of an output folder again in another file format."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Folder that extract or convert wrote."""
-    output: tyro.conf.Positional[Path]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """Folder to write; made if missing."""
     layout: LayoutName = "native"
     """Whose file format to write."""

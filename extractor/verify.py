@@ -37,9 +37,9 @@ PREFIX = "hidden_states."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyConfig:
-    """Recompute stored samples with transformers and compare; exit code 1 beyond tolerance."""
+    """Recompute stored samples with transformers and compare; exit code 1 when off."""
 
-    output: Annotated[Path, tyro.conf.Positional]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The output folder."""
     samples: int = 4
     """How many, chosen at random, the same for the same seed."""

@@ -1,6 +1,6 @@
 """Run under torchrun: an engine with top-k logits, against transformers' log_softmax of the same ids.
 
-    torchrun --nproc-per-node TP -m tests.support.topk_worker MODEL K
+    torchrun --nproc-per-node TP -m tests.support.topk_worker MODEL K [cuda]
 
 Prints a line "TOPK {...}": the largest differences over all tokens, and what refused a wrapper that was
 made to differ. The second batch is one sample longer than the token budget.
@@ -29,7 +29,7 @@ LONG = 2 * BUDGET + 7
 def main() -> None:
     model, k = sys.argv[1], int(sys.argv[2])
     place = Place.from_environment(None)
-    device = engine.choose_device("cpu", place)
+    device = engine.choose_device(sys.argv[3] if len(sys.argv) > 3 else "cpu", place)
     engine.prepare_process(device, place)
     world = World(place)
     spec = ModelSpec.read(model)
@@ -60,7 +60,7 @@ def main() -> None:
 @torch.no_grad()
 def compare(states: Any, batch: Batch, model: Any) -> dict[str, Any]:
     assert tuple(states) == ("0", LOGPROBS, IDS)
-    logprobs, ids = states[LOGPROBS], states[IDS]
+    logprobs, ids = states[LOGPROBS].cpu(), states[IDS].cpu()
     assert logprobs.dtype == torch.float32 and ids.dtype == torch.int32
     wanted = torch.cat(
         [

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from extractor.engine import compat
 from extractor.engine import sglang as engine
+from extractor.engine import topk
 from extractor.errors import RunError
 from extractor.model import ModelSpec
 from extractor.records import Batch
@@ -22,6 +23,7 @@ from extractor.states import States
 from extractor.topk import IDS, LOGPROBS
 from extractor.topology import Place, World
 
+topk.CHUNK_BYTES = 1 << 21  # so that ten or twenty tokens are a chunk, and a batch several
 LENGTHS, BUDGET = (21, 5, 1), 64
 LONG = 2 * BUDGET + 7
 

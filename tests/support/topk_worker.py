@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from extractor.engine import compat
+from extractor.engine import compat, topk
 from extractor.engine import sglang as engine
-from extractor.engine import topk
 from extractor.errors import RunError
 from extractor.model import ModelSpec
 from extractor.records import Batch

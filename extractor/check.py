@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from extractor.config import parse
 from extractor.data.store import PreparedStore
 from extractor.errors import RunError, UsageError
 from extractor.journal import JOURNAL, REJECTS, RUN, Entry, read_entries, read_run
-from extractor.layout import finite_rows, native_planes
+from extractor.layout import finite_rows
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.progress import ProgressLine, say
@@ -36,14 +36,14 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SAMPLE_FOLDERS = (f"{SAMPLES}/", "hidden_states/")
 KNOWN = {JOURNAL, REJECTS, LOCK, "prepared", "vocab"}
 # Beside the files, the table that its reader opens.
-DATASET = {"dataset_info.json", "state.json"}
+DATASET = {"dataset_info.json", "state.json", "token_freq.pt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckConfig:
-    """Is every row accounted for, is every file whole; exit code 0 when so, 1 when not."""
+    """Is every row accounted for, is every file whole; exit code 1 when not."""
 
-    output: tyro.conf.Positional[Path]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The folder that extract wrote."""
     deep: bool = False
     """Read every file: header, checksum, and that all numbers are finite."""
@@ -105,6 +105,7 @@ class Facts:
             dtype=getattr(torch, self.run["dtype"]),
             model=Path(self.run["model"]["path"]).name,
             numbering=Numbering(self.store.rows, self.store.turns),
+            topk=self.run.get("topk_logits", 0),
         )
 
     @cached_property
@@ -254,7 +255,9 @@ def _other_strays(output: Path, facts: Facts, findings: Findings) -> None:
     known = {*KNOWN, facts.root, *(DATASET if facts.run["layout"] == "speculators" else ())}
     for entry in os.scandir(output):
         run = entry.name == RUN or (entry.name.startswith("run-") and entry.name.endswith(".json"))
-        if entry.is_symlink() or not (run or entry.name in known or entry.name.endswith(".arrow")):
+        if entry.is_symlink() or not (
+            run or entry.name in known or entry.name.endswith((".arrow", ".npy"))
+        ):
             findings.strays.append(entry.name)
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(output / JOURNAL):
@@ -347,9 +350,7 @@ def _wrong_tensors(content: memoryview, facts: Facts, at: int) -> str | None:
 def _wanted_tensors(facts: Facts, tokens: int) -> Iterator[tuple[str, tuple[torch.dtype, Any]]]:
     yield "input_ids", (torch.int64, (tokens,))
     yield "loss_mask", (torch.uint8, (tokens,))
-    dtype: torch.dtype = getattr(torch, facts.run["dtype"])
-    hidden = int(facts.run["model"]["hidden_size"])
-    for plane in native_planes(facts.run["layers"], hidden, dtype):
+    for plane in facts.layout.planes:
         yield plane.key, (plane.dtype, plane.shape(tokens))
 
 

@@ -76,6 +76,9 @@ class ExtractConfig(DataConfig):
     """Also keep the state after the final norm, which lm_head reads."""
     dtype: StoredDtype = "auto"
     """Stored dtype; auto is the model's own; float8_e4m3fn adds a scale a token."""
+    topk_logits: int = 0
+    """Also keep, of each token's next-token distribution, this many of the largest log-probabilities
+    and their ids; runs lm_head, and needs no final state."""
     tp: int | None = None
     """Tensor-parallel size; default: all ranks, one replica."""
     batch_tokens: int | None = None
@@ -138,6 +141,8 @@ class ExtractConfig(DataConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: wanted 1 or more")
+        if self.topk_logits < 0:
+            raise UsageError(f"--topk-logits {self.topk_logits}: wanted a number, or 0 for none")
         if self.stuck_after < 0:
             raise UsageError(f"--stuck-after {self.stuck_after}: wanted seconds, or 0 for no limit")
         if self.host_memory is not None and self.host_memory <= 0:

@@ -5,38 +5,40 @@ where it was. Numbers are copied; they are rounded only where --dtype asks for i
 """
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
 from extractor import fingerprint
 from extractor.config import LayoutName, StoredDtype, parse
+from extractor.data.vocab import MAPPING, TokenCounts
 from extractor.errors import RunError, UsageError
 from extractor.folder import Folder, counted, layout_of
 from extractor.journal import JOURNAL, REJECTS, RUN, Entry, Journal, find_done, read_run, write_run
 from extractor.layout import encode, finite_rows
 from extractor.layouts import LAYOUTS, Layout
 from extractor.progress import ProgressLine, say
+from extractor.reader import map_sample
 from extractor.records import Reject, Sample
 from extractor.states import FINAL, States
 from extractor.store import Blob, write_whole
 
 EXIT_OK, EXIT_REJECTS = 0, 3
 NON_FINITE = "non_finite"
+VOCAB = "vocab"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig:
     """Write the samples of an output folder again in another file format."""
 
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Folder that extract or convert wrote."""
-    output: tyro.conf.Positional[Path]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """Folder to write; made if missing."""
     layout: LayoutName = "native"
     """Whose file format to write."""
@@ -83,9 +85,13 @@ def _target(config: ConvertConfig, source: Folder) -> Layout:
     dropped = [name for name in there if name not in stored]
     if dropped:
         say(f"--layout {config.layout} does not keep state {', '.join(dropped)}")
+    topk = source.layout.topk
+    if topk and not LAYOUTS[config.layout].holds_topk:
+        say(f"--layout {config.layout} does not keep the top-k logits")
+        topk = 0
     dtype = source.run["dtype"] if config.dtype == "auto" else config.dtype
     numbering = counted(source.entries)
-    return layout_of(config.layout, stored, dtype, source.run["model"], numbering)
+    return layout_of(config.layout, stored, dtype, source.run["model"], numbering, topk)
 
 
 def _parts(source: Folder, target: Layout) -> dict[str, str]:
@@ -95,7 +101,8 @@ def _parts(source: Folder, target: Layout) -> dict[str, str]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "layout": target.name,
     }
-    return {**source.run["parts"], **changed}
+    kept = {k: v for k, v in source.run["parts"].items() if k != "topk_logits" or target.topk}
+    return {**kept, **changed}
 
 
 def _refuse_others(config: ConvertConfig, source: Folder, target: Layout) -> dict[str, Any] | None:
@@ -122,6 +129,7 @@ def _describe(config: ConvertConfig, source: Folder, target: Layout) -> dict[str
         "layers": list(target.stored),
         "dtype": parts["dtype"],
         "layout": target.name,
+        "topk_logits": target.topk,
         "converted_from": {"folder": str(config.source), "layout": source.layout.name},
     }
 
@@ -192,6 +200,19 @@ def _finish(config: ConvertConfig, source: Folder, target: Layout, run: dict[str
     target.finish(config.output, samples())
     if (rejects := source.folder / REJECTS).is_file():
         write_whole(config.output / REJECTS, [rejects.read_bytes()], sync=False)
-    if (vocab := source.folder / "vocab").is_dir():
-        shutil.copytree(vocab, config.output / "vocab", dirs_exist_ok=True)
+    _write_vocabulary(config, source, target, samples())
     write_run(config.output / RUN, {**run, "status": "complete"})
+
+
+def _write_vocabulary(
+    config: ConvertConfig, source: Folder, target: Layout, samples: Iterator[Sample]
+) -> None:
+    """The folder's own vocab/, and a draft vocabulary also as the layout's project wants it."""
+    files = sorted((source.folder / VOCAB).glob("*.safetensors"))
+    for file in files:
+        write_whole(config.output / VOCAB / file.name, [file.read_bytes()], sync=False)
+    if (mapping := source.folder / VOCAB / MAPPING) in files:
+        size = len(map_sample(mapping).tensors["d2t"])
+        counted = TokenCounts.of_samples(samples, int(source.run["model"]["vocab_size"]))
+        for name, parts in target.vocabulary(counted, size).items():
+            write_whole(config.output / name, parts, sync=False)

@@ -28,6 +28,7 @@ from extractor.errors import UsageError
 from extractor.journal import RUN, read_entries
 from extractor.reader import map_sample, state_of
 from extractor.store import sample_path
+from extractor.topk import IDS, LOGPROBS
 
 PREFIX = "hidden_states."
 HUGE = 32 << 20  # glibc keeps and reuses blocks up to this size (mallopt's M_MMAP_THRESHOLD)
@@ -45,9 +46,11 @@ class HiddenStates(Dataset[Item]):
             dimension, in the order given. Default: all that the folder has, apart.
         dtype: of the states handed out; default: as stored (float8 is unscaled to bfloat16).
         max_tokens: hand out no more than the first so many tokens of a sample.
+        topk: hand out the top-k logits of a folder that has them.
 
-    An item is a dict: `input_ids` int64 [T], `loss_mask` uint8 [T], each state [T, width], and
-    `index`, its position here. Nothing is shifted: row t of a state belongs to input_ids[t]. What
+    An item is a dict: `input_ids` int64 [T], `loss_mask` uint8 [T], each state [T, width],
+    `topk_logprobs` float32 and `topk_ids` int32 [T, K] if there are any, and `index`, its position
+    here. Nothing is shifted: row t of a state belongs to input_ids[t]. What
     needs no computing is a view of the mapped file; writing to it stays in this process.
 
     Raises UsageError for a folder or a state that is not there; reading raises RunError for a file
@@ -61,12 +64,14 @@ class HiddenStates(Dataset[Item]):
         *,
         dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
+        topk: bool = True,
     ) -> None:
         self.output = Path(output)
         self.run = _read_run(self.output)
         stored = tuple(map(str, self.run["layers"]))
         self.states = _choose(stored, states)
         self.dtype, self.max_tokens = dtype, max_tokens
+        self.topk: int = self.run.get("topk_logits", 0) if topk else 0
         self._ends: dict[str, int] = {}
         self._rows: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._turns: npt.NDArray[np.int16] = np.zeros(0, np.int16)
@@ -136,6 +141,7 @@ class HiddenStates(Dataset[Item]):
         for key, names in self.states.items():
             parts = [state_of(sample, PREFIX + name, self.dtype)[keep] for name in names]
             item[key] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        item |= {key: sample.tensors[key][keep] for key in (LOGPROBS, IDS) if self.topk}
         item["index"] = index
         return item
 

@@ -22,17 +22,19 @@ from extractor import memory, plan
 from extractor.config import ExtractConfig
 from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
+from extractor.data.vocab import FREQUENCIES, TokenCounts, draft_vocabulary, vocab_files
 from extractor.errors import UsageError
 from extractor.journal import find_done
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.memory import Needs
 from extractor.model import ModelSpec
-from extractor.pipeline import DTYPES, check_output
+from extractor.pipeline import DTYPES, VOCAB, check_output
 from extractor.plan import Plan
 from extractor.progress import ProgressLine, say
 from extractor.records import Sample
 from extractor.states import States
 from extractor.store import Blob
+from extractor.topk import check_topk
 
 EXIT_OK, EXIT_FAILED = 0, 1
 BLOCK = 4096
@@ -52,7 +54,7 @@ class Estimate:
         left_samples, left_tokens: of that, not yet written.
         batches, batch_tokens, fill: of what is left; fill is the share of a batch that is tokens.
         stored, layout, dtype: what a file holds.
-        disk: bytes that what is left takes, whole blocks.
+        disk: bytes that what is left takes, whole blocks, with vocab/ when it is still to be written.
         choices: the same for other layouts and dtypes, "layout dtype" to bytes.
         free: bytes free where the output is.
         device: one GPU's need; device_free: the smallest GPU's free bytes, or None without one.
@@ -121,6 +123,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     if dtype not in DTYPES:
         raise UsageError(f"--dtype auto: the model's own dtype is {dtype}; give --dtype")
+    check_topk(config.topk_logits, spec.vocab_size)
     check_output(config.output)
     line = ProgressLine("tokenizing", None, "row", quiet=config.json)
     try:
@@ -138,6 +141,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
             dtype=DTYPES[kind],
             model=spec.path.name,
             numbering=numbering,
+            topk=config.topk_logits,
         )
 
     layout = layout_of(config.layout, dtype)
@@ -147,6 +151,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
     finished = done.finished.copy()
     finished[list(done.rejected)] = True
     left = selected[~finished[selected]]
+    beside = vocab_bytes(config, spec, store, layout)
     lengths = store.lengths[left]
     tp = config.tp or int(os.environ.get("WORLD_SIZE", "1"))
     longest = int(lengths.max()) if len(left) else 0
@@ -156,7 +161,12 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         left, store.lengths, batch_tokens, min(memory.MAX_SEQUENCES, batch_tokens)
     )
     need = memory.needs(
-        spec, tp=tp, row_bytes=layout.row_bytes, max_tokens=batch_tokens, longest=longest
+        spec,
+        tp=tp,
+        row_bytes=layout.row_bytes,
+        max_tokens=batch_tokens,
+        longest=longest,
+        topk=layout.topk,
     )
     summary = store.summary()
     tokens = int(lengths.sum(dtype=np.int64))
@@ -185,8 +195,8 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         stored=layout.stored,
         layout=layout.name,
         dtype=dtype,
-        disk=disk_bytes(layout, lengths),
-        choices=_choices(layout_of, dtype, lengths),
+        disk=disk_bytes(layout, lengths) + beside,
+        choices={key: value + beside for key, value in _choices(layout_of, dtype, lengths).items()},
         free=free_bytes(config.output),
         device=Needs(**{**asdict(need), "weights": weight_bytes(config, spec) // tp}),
         device_free=_device_free(device),
@@ -217,7 +227,7 @@ def _choices(
                 choices[f"{name} {kind}"] = disk_bytes(layout_of(name, kind), lengths)
             except (
                 UsageError
-            ):  # this layout knows no float8, or needs a layer that was not asked for
+            ):  # this layout knows no float8 or no logits, or needs a layer that was not asked for
                 continue
     return choices
 
@@ -229,6 +239,21 @@ def disk_bytes(layout: Layout, lengths: np.ndarray) -> int:
     sizes = one + per_token * (lengths.astype(np.float64) - 1)
     blocks = np.ceil(sizes / BLOCK) * BLOCK
     return int(blocks.sum()) + JOURNAL_LINE * len(lengths)
+
+
+def vocab_bytes(
+    config: ExtractConfig, spec: ModelSpec, store: PreparedStore, layout: Layout
+) -> int:
+    """What vocab/ and its kin take, or 0 when they are there."""
+    if (config.output / VOCAB / FREQUENCIES).exists():
+        return 0
+    if not (size := config.draft_vocab_size):
+        files = vocab_files(TokenCounts.of_samples((), spec.vocab_size), None)
+    else:
+        counted = TokenCounts.of(store, spec.vocab_size)
+        files = vocab_files(counted, draft_vocabulary(counted, size))
+        files |= layout.vocabulary(counted, size)
+    return sum(-(-sum(map(len, parts)) // BLOCK) * BLOCK for parts in files.values())
 
 
 def _file_bytes(layout: Layout, tokens: int) -> int:

@@ -22,5 +22,5 @@ def disk_error(error: OSError) -> RunError:
     """One line with the path and the errno, for what the operating system refused."""
     return RunError(
         f"cannot write {error.filename}: {error.strerror} (errno {error.errno}); everything "
-        "finished so far is whole: mend that and run the same command again"
+        "finished so far is whole: mend that and run the same command again (docs/reliability.md)"
     )

@@ -21,6 +21,7 @@ def parts(
         "layers": ",".join(layout.stored),
         "dtype": dtype,
         "layout": config.layout,
+        **({"topk_logits": str(layout.topk)} if layout.topk else {}),
         **{f"data: {name}": value for name, value in data.items()},
     }
 

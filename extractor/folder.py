@@ -49,6 +49,7 @@ class Folder:
             run["dtype"],
             run["model"],
             _numbering(folder, run, entries),
+            run.get("topk_logits", 0),
         )
         return cls(folder, run, entries, layout, int(run["model"]["num_layers"]))
 
@@ -91,7 +92,12 @@ def counted(entries: Sequence[Entry]) -> Numbering:
 
 
 def layout_of(
-    name: str, stored: tuple[str, ...], dtype: str, model: dict[str, Any], numbering: Numbering
+    name: str,
+    stored: tuple[str, ...],
+    dtype: str,
+    model: dict[str, Any],
+    numbering: Numbering,
+    topk: int = 0,
 ) -> Layout:
     return LAYOUTS[name](
         stored=stored,
@@ -99,4 +105,5 @@ def layout_of(
         dtype=getattr(torch, dtype),
         model=Path(model["path"]).name,
         numbering=numbering,
+        topk=topk,
     )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from extractor.topk import IDS, LOGPROBS
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
@@ -15,7 +17,7 @@ class Plane:
 
     Attributes:
         key: its name in the file.
-        states: the states it holds, side by side in the last dimension.
+        states: the states it holds, side by side in the last dimension; of top-k logits, its key.
         dtype: as stored.
         width: values a token; 0 for one number a token (a scale), stored as [T].
         scale_of: for a scale, the key of the float8 plane that it belongs to.
@@ -35,14 +37,20 @@ class Plane:
         return (tokens, self.width) if self.width else (tokens,)
 
 
-def native_planes(states: Sequence[str], hidden: int, dtype: torch.dtype) -> tuple[Plane, ...]:
-    """hidden_states.{name} [T, hidden] for each state, and beside it a scale when stored as float8."""
+def native_planes(
+    states: Sequence[str], hidden: int, dtype: torch.dtype, topk: int = 0
+) -> tuple[Plane, ...]:
+    """hidden_states.{name} [T, hidden] for each state, and beside it a scale when stored as float8;
+    with topk, topk_logprobs and topk_ids [T, topk]."""
     planes: list[Plane] = []
     for name in states:
         key = f"hidden_states.{name}"
         planes.append(Plane(key, (name,), dtype, hidden))
         if dtype == FP8:
             planes.append(Plane(f"{key}.scale", (name,), torch.float32, 0, scale_of=key))
+    if topk:
+        planes.append(Plane(LOGPROBS, (LOGPROBS,), torch.float32, topk))
+        planes.append(Plane(IDS, (IDS,), torch.int32, topk))
     return tuple(planes)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
+from extractor.topk import CHUNK_BYTES
 
 GIB = 1 << 30
 
@@ -49,25 +50,31 @@ class Needs:
         kv: keys and values of the largest batch, or of the longest sample.
         states: two batches of them, one being computed and one on its way to the host.
         activations: of one forward.
+        logits: of the part of a batch that lm_head sees at a time; none without top-k logits.
     """
 
     weights: int
     kv: int
     states: int
     activations: int
+    logits: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.states + self.activations
+        return self.weights + self.kv + self.states + self.activations + self.logits
 
 
-def needs(spec: ModelSpec, *, tp: int, row_bytes: int, max_tokens: int, longest: int) -> Needs:
+def needs(
+    spec: ModelSpec, *, tp: int, row_bytes: int, max_tokens: int, longest: int, topk: int = 0
+) -> Needs:
     pool = max(max_tokens, longest)
     return Needs(
         weights=spec.weight_bytes // tp,
         kv=pool * spec.kv_bytes_per_token // max(min(tp, spec.num_kv_heads), 1),
         states=row_bytes * max(max_tokens * 2, longest * 2),
         activations=max_tokens * spec.hidden_size * 2 * 16,
+        # As computed, in float32, and once more for the logsumexp.
+        logits=3 * CHUNK_BYTES if topk else 0,
     )
 
 
@@ -85,6 +92,7 @@ def choose(
     longest: int,
     batch_tokens: int | None,
     host_gib: float | None,
+    topk: int = 0,
 ) -> Budget:
     """Sizes for a run whose samples have at most `longest` tokens, storing row_bytes a token.
 
@@ -100,7 +108,9 @@ def choose(
             if max_tokens < 1:
                 raise UsageError(f"--host-memory {host_gib}: one token's states take {row_bytes} B")
             slot_bytes = row_bytes * max_tokens
-    need = needs(spec, tp=tp, row_bytes=row_bytes, max_tokens=max_tokens, longest=longest)
+    need = needs(
+        spec, tp=tp, row_bytes=row_bytes, max_tokens=max_tokens, longest=longest, topk=topk
+    )
     budget = Budget(
         max_tokens=max_tokens,
         max_sequences=min(MAX_SEQUENCES, max_tokens),

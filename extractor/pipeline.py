@@ -54,7 +54,9 @@ from extractor.store import (
     refuse_links,
     sweep_temporaries,
     sweep_temporaries_of,
+    write_whole,
 )
+from extractor.topk import check_topk
 from extractor.topology import Place, World, is_broken_connection, record_error
 from extractor.transfer import HostRing, Stager
 from extractor.watch import Watch
@@ -262,6 +264,7 @@ def _lead(
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     if dtype not in DTYPES:
         raise UsageError(f"--dtype auto: the model's own dtype is {dtype}; give --dtype")
+    check_topk(config.topk_logits, spec.vocab_size)
     say(
         f"states {', '.join(stored)} of {spec.num_layers} layers, {spec.architecture}, stored as "
         f"{dtype}{'' if config.layout == 'native' else f' for {config.layout}'}"
@@ -285,12 +288,12 @@ def _lead(
         lock.undo()
         raise
     stages["prepare"] = time.perf_counter() - mark
-    layout = _layout(config.layout, stored, spec, DTYPES[dtype], store)
+    layout = _layout(config, stored, spec, DTYPES[dtype], store)
     parts = fingerprint.parts(config, spec, layout, dtype, store.parts)
     if before is not None and (changed := fingerprint.changes(before["parts"], parts)):
         raise UsageError(
             f"{config.output} holds a run with other settings; {'; '.join(changed)}. "
-            "Give the same settings, or another --output"
+            "Give the same settings, or another --output (docs/reliability.md)"
         )
     mark = time.perf_counter()
     selected = plan.shard(store.rows, store.lengths, index, count)
@@ -322,6 +325,7 @@ def _lead(
         longest=int(store.lengths[left].max()),
         batch_tokens=config.batch_tokens,
         host_gib=config.host_memory,
+        topk=layout.topk,
     )
     lead.plan = plan.batches(left, store.lengths, budget.max_tokens, budget.max_sequences)
     stages["plan"] = time.perf_counter() - mark
@@ -346,14 +350,19 @@ def _lead(
 
 
 def _layout(
-    name: str, stored: Sequence[str], spec: ModelSpec, dtype: torch.dtype, store: PreparedStore
+    config: ExtractConfig,
+    stored: Sequence[str],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    store: PreparedStore,
 ) -> Layout:
-    return LAYOUTS[name](
+    return LAYOUTS[config.layout](
         stored=tuple(stored),
         hidden=spec.hidden_size,
         dtype=dtype,
         model=spec.path.name,
         numbering=Numbering(store.rows, store.turns),
+        topk=config.topk_logits,
     )
 
 
@@ -374,7 +383,7 @@ def check_output(output: Path) -> dict[str, Any] | None:
                 return before
     except ValueError as error:
         raise UsageError(f"--output {output}: {error}") from error
-    strangers = names - {PREPARED, REJECTS, LOCK, *runs}
+    strangers = names - {PREPARED, VOCAB, REJECTS, LOCK, *runs}
     strangers = {name for name in strangers if not name.endswith(TEMPORARY)}
     if strangers:
         raise UsageError(
@@ -410,6 +419,14 @@ def _write_vocabulary(config: ExtractConfig, spec: ModelSpec, store: PreparedSto
         return
     counts = TokenCounts.of(store, spec.vocab_size)
     write_vocab(folder, counts, draft_vocabulary(counts, size) if size else None)
+
+
+def _write_side_files(lead: Lead) -> None:
+    """The draft vocabulary once more, as the layout's own project wants it."""
+    if size := lead.config.draft_vocab_size:
+        counts = TokenCounts.of(lead.store, lead.spec.vocab_size)
+        for name, parts in lead.layout.vocabulary(counts, size).items():
+            write_whole(lead.config.output / name, parts, sync=False)
 
 
 def _say_rest(store: PreparedStore, selected: np.ndarray, done: Done, left: np.ndarray) -> None:
@@ -460,6 +477,7 @@ def _describe(
         "layers": list(lead.layout.stored),
         "dtype": dtype,
         "layout": config.layout,
+        "topk_logits": lead.layout.topk,
         "model": {
             "path": str(spec.path),
             "architecture": spec.architecture,
@@ -514,6 +532,7 @@ def _finish(lead: Lead, status: str) -> int:
     if status == "complete":
         samples = (lead.store.sample(i) for i in range(len(lead.store.rows)))
         lead.layout.finish(lead.config.output, samples)
+        _write_side_files(lead)
     lead.run["stages"] = {name: round(value, 3) for name, value in lead.stages.items()}
     write_run(lead.run_path, lead.run)
     say(
@@ -555,6 +574,7 @@ def _work(
                 max_sequences=budget.max_sequences,
                 longest=budget.longest,
                 sglang_args=config.sglang_args,
+                topk=config.topk_logits,
                 trust_remote_code=config.trust_remote_code,
                 verbose=config.verbose,
             ),
@@ -606,7 +626,7 @@ def _write_all(
     # keep it for the usual 5 ms would starve the device.
     sys.setswitchinterval(0.0005)
     budget = Budget(**job.budget)
-    layout = _layout(config.layout, job.stored, spec, DTYPES[job.dtype], store)
+    layout = _layout(config, job.stored, spec, DTYPES[job.dtype], store)
     ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
     index, count = config.shard_index
     prefix = "" if count == 1 else f"s{index}of{count}-"

@@ -19,8 +19,7 @@ from extractor.progress import ProgressLine, say
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareConfig(DataConfig):
-    """Tokenize and mask the rows, and keep them beside the output: extract with the same flags
-    starts from there."""
+    """Tokenize and mask the rows, beside the output; extract goes on from there."""
 
 
 def prepare(argv: Sequence[str]) -> int:
@@ -43,7 +42,7 @@ def prepare(argv: Sequence[str]) -> int:
 class ShowConfig:
     """A sample in the terminal, its supervised text coloured; a rejected row says why."""
 
-    target: Annotated[str, tyro.conf.Positional]
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """An output folder, or a data file (then give --model)."""
     row: int = 0
     """Number of the row, from 0."""

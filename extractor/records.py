@@ -112,7 +112,8 @@ class CapturedBatch:
 
     Attributes:
         states: name ("embed", "0".."n-1", "final") to [batch.num_tokens, hidden], in the model's
-            dtype, on the device that computed it.
+            dtype, on the device that computed it. Where they were asked for, also "topk_logprobs"
+            float32 and "topk_ids" int32, [batch.num_tokens, K] (extractor/topk.py).
     """
 
     batch: Batch

@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM
 FACTOR, FLOOR, WHOLE = 1.5, 0.004, 0.04
 FEW, SHORT = 8, 0.2
 FLOOR_FP8 = 0.04  # three bits of mantissa
+FLOOR_TOPK = 0.02  # of a log-probability, absolute
+TOPK = "topk"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -110,6 +112,21 @@ class Reference:
         named["final"] = result.hidden_states[-1][0]
         return {name: state.float().cpu() for name, state in named.items()}
 
+    def logprobs(
+        self, ids: torch.Tensor, chosen: torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> Tensors:
+        """Of ids [T] and chosen token ids [T, K]: their log-probabilities as "topk", the same a row
+        late and a row early as "row-1" and "row+1", and the K largest as "best"; float32 [T, K], on
+        the CPU."""
+        model = self._model(dtype)
+        first = next(model.parameters()).device
+        with torch.no_grad():
+            logits = model(ids.unsqueeze(0).to(first), use_cache=False).logits[0].float().cpu()
+        every, chosen = logits.log_softmax(-1), chosen.long()
+        moved = {TOPK: 0, "row-1": 1, "row+1": -1}
+        found = {name: every.roll(by, 0).gather(-1, chosen) for name, by in moved.items()}
+        return found | {"best": every.topk(chosen.shape[1], dim=-1).values}
+
     def judge(self, ids: torch.Tensor, states: Tensors, floor: float = FLOOR) -> list[Judgement]:
         """States [T, H] by name against those of ids [T]."""
         exact = self.states(ids)
@@ -175,6 +192,32 @@ def _judge(
         noise=median(rounded[name], want),
         noise_whole=relative(rounded[name], want),
         floor=floor,
+    )
+
+
+def judge_topk(stored: torch.Tensor, exact: Tensors, rounded: Tensors) -> Judgement:
+    """Stored log-probabilities [T, K] against those of the same tokens, by Reference.logprobs in
+    float32 and in bfloat16; median and noise are absolute, whole is of the probabilities."""
+    names = (TOPK, "row-1", "row+1") if len(stored) > 2 else (TOPK,)
+    distances = {name: float((stored - exact[name]).abs().mean()) for name in names}
+    nearest = min(distances, key=lambda name: distances[name])
+
+    def off(value: torch.Tensor, of_best: torch.Tensor) -> float:
+        # Both what these tokens have, and that no other tokens have more.
+        error = torch.maximum((value - exact[TOPK]).abs(), (of_best - exact["best"]).abs())
+        return float(error.amax(-1).median())
+
+    return Judgement(
+        name=TOPK,
+        tokens=len(stored),
+        nearest=nearest,
+        median=off(stored, stored),
+        whole=relative(stored.exp(), exact[TOPK].exp()),
+        noise=off(rounded[TOPK], rounded["best"]),
+        # Of the row that they are nearest to: at another's tokens there is little probability.
+        noise_whole=relative(rounded[nearest].exp(), exact[nearest].exp()),
+        floor=FLOOR_TOPK,
+        nearest_whole=relative(stored.exp(), exact[nearest].exp()),
     )
 
 

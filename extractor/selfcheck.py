@@ -187,5 +187,5 @@ def _wrong(name: str, what: str) -> RunError:
     return RunError(
         f"self-check: state {name} {what}. Nothing was written. This model, SGLang release or "
         "parallel layout does not hand out the states that were asked for; please report it "
-        "(--no-self-check runs all the same)"
+        "(docs/decisions/0003-self-check.md; --no-self-check runs all the same)"
     )

@@ -42,7 +42,7 @@ class States:
             if int(name) >= self.num_layers:
                 raise UsageError(
                     f"--layers: layer {name} is past the end: this model's layers are 0 to "
-                    f"{self.num_layers - 1}"
+                    f"{self.num_layers - 1} (docs/formats.md, Layer numbers)"
                 )
 
     @property

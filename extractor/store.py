@@ -29,6 +29,7 @@ ROWS_A_FOLDER = 1000
 
 DTYPE_NAMES = {
     torch.int64: "I64",
+    torch.int32: "I32",
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.float32: "F32",

@@ -20,17 +20,26 @@ from extractor.config import parse
 from extractor.errors import UsageError
 from extractor.journal import RUN, read_entries, read_run
 from extractor.model import local_path
-from extractor.reference import FLOOR, FLOOR_FP8, Judgement, Reference, judge
+from extractor.reference import (
+    FLOOR,
+    FLOOR_FP8,
+    Judgement,
+    Reference,
+    Tensors,
+    judge,
+    judge_topk,
+)
 from extractor.store import sample_path
+from extractor.topk import IDS, LOGPROBS
 
 PREFIX = "hidden_states."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyConfig:
-    """Recompute stored samples with transformers and compare; exit code 1 beyond tolerance."""
+    """Recompute stored samples with transformers and compare; exit code 1 when off."""
 
-    output: Annotated[Path, tyro.conf.Positional]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The output folder."""
     samples: int = 4
     """How many, chosen at random, the same for the same seed."""
@@ -51,19 +60,22 @@ def verify(argv: Sequence[str]) -> int:
     run = _run_of(config.output)
     model = local_path(config.model or run["model"]["path"])
     device = "cpu" if config.device == "auto" and not torch.cuda.is_available() else config.device
-    stored = [(path, *_load(path)) for path in paths]
+    stored = [_load(path) for path in paths]
     reference = Reference(model, device, config.trust_remote_code)
-    exact = [reference.states(ids) for _, ids, _, _ in stored]
+    exact = [_reference(reference, sample, torch.float32) for sample in stored]
     reference.forget()
-    rounded = [reference.states(ids, torch.bfloat16) for _, ids, _, _ in stored]
+    rounded = [_reference(reference, sample, torch.bfloat16) for sample in stored]
     reference.forget()
     print(_row("sample", "state", "tokens", "median", "noise", "whole", "nearest", ""))  # noqa: T201
-    bad = 0
-    for (path, _, states, floor), precise, rough in zip(stored, exact, rounded, strict=True):
-        for judgement in judge(states, precise, rough, floor):
+    bad = total = 0
+    for sample, precise, rough in zip(stored, exact, rounded, strict=True):
+        judged = judge(sample.states, precise[0], rough[0], sample.floor)
+        if sample.topk is not None:
+            judged.append(judge_topk(sample.topk[0], precise[1], rough[1]))
+        total += len(judged)
+        for judgement in judged:
             bad += not judgement.good
-            print(_line(path.stem, judgement))  # noqa: T201
-    total = sum(len(states) for _, _, states, _ in stored)
+            print(_line(sample.path.stem, judgement))  # noqa: T201
     print(f"{total - bad} of {total} states of {len(stored)} samples are right")  # noqa: T201
     sys.stdout.flush()
     return 1 if bad else 0
@@ -90,8 +102,33 @@ def _choose(config: VerifyConfig) -> list[Path]:
     return sorted(random.Random(config.seed).sample(paths, min(config.samples, len(paths))))
 
 
-def _load(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
-    """ids [T], float32 states [T, H] by name, and the tolerance's floor for how they are stored."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file as it is.
+
+    Attributes:
+        ids: int64 [T].
+        states: float32 [T, H] by name.
+        floor: of the tolerance, for how they are stored.
+        topk: log-probabilities and ids [T, K], where there are any.
+    """
+
+    path: Path
+    ids: torch.Tensor
+    states: Tensors
+    floor: float
+    topk: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def _reference(reference: Reference, sample: Stored, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """States, and where they are stored log-probabilities."""
+    states = reference.states(sample.ids, dtype)
+    if sample.topk is None:
+        return states, {}
+    return states, reference.logprobs(sample.ids, sample.topk[1], dtype)
+
+
+def _load(path: Path) -> Stored:
     floor = FLOOR
     with safe_open(path, "pt") as file:
         names = [n for n in file.keys() if n.startswith(PREFIX) and not n.endswith(".scale")]  # noqa: SIM118
@@ -102,7 +139,10 @@ def _load(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
                 value = value.float() * file.get_tensor(f"{name}.scale").unsqueeze(-1)
                 floor = FLOOR_FP8
             states[name.removeprefix(PREFIX)] = value.float()
-        return file.get_tensor("input_ids"), states, floor
+        topk = None
+        if LOGPROBS in file.keys():  # noqa: SIM118
+            topk = file.get_tensor(LOGPROBS), file.get_tensor(IDS)
+        return Stored(path, file.get_tensor("input_ids"), states, floor, topk)
 
 
 def _line(sample: str, j: Judgement) -> str:

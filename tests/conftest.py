@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.ledger import Ledger
 
+NOT_RUN = "NOT RUN: "
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -29,6 +31,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         line = {"command": " ".join(["pytest", *session.config.invocation_params.args])}
         with Path(path).open("a") as handle:
             handle.write(json.dumps(line) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What a machine lacks must not look like success: tests that skip themselves for want of a
+    browser or of another project's environment say so in the last lines."""
+    said: set[str] = set()
+    for report in terminalreporter.getreports("skipped"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        if NOT_RUN in reason:
+            said.add(f"{report.nodeid.partition('::')[0]}: {reason.partition(NOT_RUN)[2]}")
+    for line in sorted(said):
+        terminalreporter.write_line(f"{NOT_RUN}{line}", yellow=True, bold=True)
 
 
 @pytest.fixture(scope="session")

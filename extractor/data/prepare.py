@@ -205,7 +205,7 @@ def _refuse_bad_rows(config: DataConfig, tally: _Tally) -> None:
             "\n".join(
                 [
                     f"{tally.bad:,} bad among {tally.rows:,} rows "
-                    "(--bad-rows skip goes on without them):",
+                    "(--bad-rows skip goes on without them; docs/data.md has the reasons):",
                     *tally.shown,
                     *more,
                 ]
@@ -216,7 +216,12 @@ def _refuse_bad_rows(config: DataConfig, tally: _Tally) -> None:
     if not tally.samples:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in tally.reasons.most_common())
         raise UsageError(
-            "\n".join([f"not one of {tally.rows:,} rows can be used: {counts}", *tally.shown])
+            "\n".join(
+                [
+                    f"not one of {tally.rows:,} rows can be used: {counts} (docs/data.md)",
+                    *tally.shown,
+                ]
+            )
         )
 
 

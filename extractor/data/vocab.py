@@ -7,6 +7,7 @@ count that compete for the last place are told apart by their ids, as speculator
 was seen first, as SpecForge does.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ import torch
 
 from extractor.data.store import PreparedStore
 from extractor.errors import UsageError
+from extractor.records import Sample
 from extractor.store import Blob, safetensors_header, write_whole
 
 BLOCK = 1 << 22  # tokens counted at a time
@@ -48,6 +50,21 @@ class TokenCounts:
             first_seen[present] = np.minimum(first_seen[present], sample)
         return cls(counts, first_seen)
 
+    @classmethod
+    def of_samples(cls, samples: Iterable[Sample], vocab_size: int) -> "TokenCounts":
+        """The same, of samples one by one."""
+        counts = np.zeros(vocab_size, np.int64)
+        first_seen = np.full(vocab_size, -1, np.int64)
+        number = 0
+        for number, sample in enumerate(samples, 1):
+            ids, found = np.unique(
+                sample.input_ids[sample.loss_mask.bool()].numpy(), return_counts=True
+            )
+            counts[ids] += found
+            first_seen[ids[first_seen[ids] < 0]] = number - 1
+        first_seen[first_seen < 0] = number
+        return cls(counts, first_seen)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:
@@ -76,17 +93,24 @@ def draft_vocabulary(counted: TokenCounts, size: int, ties: Ties = "id") -> Draf
 
 
 def write_vocab(folder: Path, counted: TokenCounts, draft: DraftVocabulary | None) -> None:
-    """token_freq.safetensors (`token_freq` int64 [V]) and, with a draft vocabulary,
-    draft_vocab.safetensors (`d2t`, `t2d`), each under its name only when it is whole."""
+    """vocab_files under their names, each only when it is whole. Raises OSError with the path."""
     folder.mkdir(parents=True, exist_ok=True)
-    _save({"token_freq": torch.from_numpy(counted.counts)}, folder / FREQUENCIES)
+    for name, parts in vocab_files(counted, draft).items():
+        write_whole(folder / name, parts, sync=False)
+
+
+def vocab_files(
+    counted: TokenCounts, draft: DraftVocabulary | None
+) -> dict[str, list[bytes | memoryview]]:
+    """token_freq.safetensors (`token_freq` int64 [V]) and, with a draft vocabulary,
+    draft_vocab.safetensors (`d2t`, `t2d`): name to content."""
+    files = {FREQUENCIES: _parts({"token_freq": torch.from_numpy(counted.counts)})}
     if draft is not None:
         arrays = {"d2t": torch.from_numpy(draft.d2t), "t2d": torch.from_numpy(draft.t2d)}
-        _save(arrays, folder / MAPPING)
+        files[MAPPING] = _parts(arrays)
+    return files
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Raises OSError with the path, on a full disk too."""
+def _parts(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
     blobs = {name: Blob.of(tensor) for name, tensor in tensors.items()}
-    parts = [safetensors_header(blobs, {}), *(blob.data for blob in blobs.values())]
-    write_whole(path, parts, sync=False)
+    return [safetensors_header(blobs, {}), *(blob.data for blob in blobs.values())]

@@ -40,6 +40,7 @@ class EngineOptions:
         max_tokens: token budget of one forward.
         max_sequences: the most sequences in a batch.
         longest: tokens of the longest sample; the KV pool holds it whole.
+        topk: how many of the likeliest tokens to give beside the states; 0 for none.
         sglang_args: the user's ServerArgs fields, as text.
         verbose: let SGLang log.
     """
@@ -49,6 +50,7 @@ class EngineOptions:
     max_sequences: int
     longest: int
     sglang_args: dict[str, str]
+    topk: int = 0
     trust_remote_code: bool = False
     verbose: bool = False
 
@@ -61,7 +63,8 @@ class Engine(Protocol):
 
     def forward(self, batch: Batch) -> CapturedBatch:
         """Run a batch and return its states, still on the device; may return before the device is
-        done. Every tp rank of the replica must be given the same batches in the same order."""
+        done. With topk, topk_logprobs and topk_ids are among them. Every tp rank of the replica must
+        be given the same batches in the same order."""
         ...
 
     def self_check(self) -> SelfCheck | None:

@@ -57,6 +57,9 @@ SYMBOLS: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("sglang.srt.server_args", "add_attention_backend_choices"): (FIRST, LAST),
     ("sglang.srt.models.registry", "ModelRegistry"): (FIRST, LAST),
     ("sglang.srt.layers.moe.fused_moe_native", "moe_forward_native"): (FIRST, LAST),
+    ("sglang.srt.layers.logits_processor", "LogitsProcessor"): (FIRST, LAST),
+    ("sglang.srt.layers.logits_processor", "_is_cpu"): (FIRST, LAST),
+    ("sglang.srt.layers.vocab_parallel_embedding", "VocabParallelEmbedding"): (FIRST, LAST),
 }
 
 
@@ -256,6 +259,20 @@ def bind_cache_slots(runner: Any, forward_batch: Any) -> None:
     if installed_version() >= _KV_PLAN_SINCE:
         translator = runner.kv_index_translator
         translator.own_plan(forward_batch).bind(forward_batch, translator)
+
+
+@contextlib.contextmanager
+def wrapper_scope(device: str) -> Iterator[None]:
+    """Around a wrapper's own forward. On a CPU that SGLang has no build for, it would cap logits with a
+    Triton kernel; it has the same in PyTorch for a CPU that it knows."""
+    name = "sglang.srt.layers.logits_processor"
+    known = symbol(name, "_is_cpu")
+    module: Any = importlib.import_module(name)
+    try:
+        module._is_cpu = known or device == "cpu"
+        yield
+    finally:
+        module._is_cpu = known
 
 
 def model_class(architecture: str) -> type | None:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
 from extractor.engine.base import Engine, EngineInfo, EngineOptions
+from extractor.engine.topk import TopK, watch_wrapper
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
 from extractor.selfcheck import PROMPT_TOKENS, SelfCheck, self_check
-from extractor.states import States
+from extractor.states import FINAL, States
 from extractor.topology import Place
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -
             f"{spec.architecture} has no capture marks in SGLang "
             f"{'.'.join(map(str, compat.installed_version()))}; these do: "
             + ", ".join(compat.architectures_with_marks())
+            + " (docs/families.md)"
         )
 
 
@@ -134,12 +136,42 @@ class SGLangEngine:
         if backbone is None:
             raise UsageError(f"{spec.architecture} has no capture marks where they were expected")
         self._backbone = backbone
-        self.capture = Capture(backbone, states)
+        self.capture = self._captured(states)
         device = options.device
         self._slots = torch.arange(
             FIRST_SLOT, FIRST_SLOT + self._pool_tokens, dtype=torch.int64, device=device
         )
         self._requests = torch.arange(options.max_sequences, dtype=torch.int64, device=device)
+        self._topk = self._make_topk(place) if options.topk else None
+
+    def _captured(self, states: States) -> Capture:
+        """Hooks for these states, and for the final one where top-k logits are to come from it."""
+        self._states, names = states, states.names
+        if self._options.topk and FINAL not in names:
+            names = (*names, FINAL)
+        return Capture(self._backbone, States(names, states.num_layers))
+
+    @torch.no_grad()
+    def _make_topk(self, place: Place) -> TopK:
+        """Raises RunError when this model's logits would not be its own (engine/topk.py)."""
+        ids = self._prompt()
+        final = self._run(ids, (len(ids),))[FINAL].clone()
+        runner = self._runner
+        forward_batch = self._forward_batch(ids, (len(ids),), 0)
+        positions = self._positions(forward_batch)
+        if runner.model_config.model_is_mrope:
+            forward_batch.mrope_positions = positions
+
+        def wrapper() -> Any:
+            device = self._options.device.type
+            with compat.forward_scope(runner, forward_batch), compat.wrapper_scope(device):
+                runner.attn_backend.init_forward_metadata(forward_batch)
+                return runner.model(forward_batch.input_ids, positions, forward_batch)
+
+        name = type(runner.model).__name__
+        seen = watch_wrapper(runner.model, wrapper, name)
+        self.capture.take()
+        return TopK(self._options.topk, seen, final, name, place.tp)
 
     @property
     def _pool_tokens(self) -> int:
@@ -211,25 +243,34 @@ class SGLangEngine:
         and values as prefix; its states are those of one pass."""
         limit = self._options.max_tokens
         if batch.num_tokens <= limit:
-            return CapturedBatch(batch, self._run(batch.input_ids, batch.lengths))
+            return CapturedBatch(batch, self._outputs(self._run(batch.input_ids, batch.lengths)))
         assert len(batch.lengths) == 1, f"{batch} is over the budget of {limit} tokens"
         pieces: dict[str, list[torch.Tensor]] = {}
         for start in range(0, batch.num_tokens, limit):
             ids = batch.input_ids[start : start + limit]
             more = start + len(ids) < batch.num_tokens
-            for name, state in self._run(ids, (len(ids),), prefix=start, more=more).items():
+            states = self._run(ids, (len(ids),), prefix=start, more=more)
+            for name, state in self._outputs(states).items():
                 pieces.setdefault(name, []).append(state.clone() if more else state)
         return CapturedBatch(batch, {name: torch.cat(parts) for name, parts in pieces.items()})
+
+    def _outputs(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The states asked for, and with topk what lm_head makes of the final one."""
+        asked = {name: states[name] for name in self._states.names}
+        return asked if self._topk is None else asked | self._topk(states[FINAL])
 
     @torch.no_grad()
     def self_check(self) -> SelfCheck:
         """Prove the captured states on a short prompt; all tp ranks call it together. RunError."""
-        ids = torch.arange(1, PROMPT_TOKENS + 1) * 97 % self._runner.model_config.vocab_size
+        ids = self._prompt()
 
         def run() -> dict[str, torch.Tensor]:
             return self._run(ids, (len(ids),))
 
         return self_check(run, self._backbone, self.capture.states, self._across_ranks)
+
+    def _prompt(self) -> torch.Tensor:
+        return torch.arange(1, PROMPT_TOKENS + 1) * 97 % self._runner.model_config.vocab_size
 
     def _across_ranks(self, state: torch.Tensor) -> float:
         if self._args.tp_size == 1:
@@ -333,7 +374,7 @@ class SGLangEngine:
     def mark(self, states: States) -> None:
         """Capture these states from now on, instead of those it was built with."""
         self.capture.remove()
-        self.capture = Capture(self._backbone, states)
+        self.capture = self._captured(states)
 
     def close(self) -> None:
         self.capture.remove()

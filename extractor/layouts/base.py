@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from extractor.data.vocab import TokenCounts
 from extractor.errors import UsageError
 from extractor.layout import FP8, Plane
 from extractor.records import Sample
@@ -46,7 +47,8 @@ class Loaded:
     Attributes:
         input_ids: int64 [T].
         loss_mask: uint8 [T].
-        states: by name, [T, H]; float8 is unscaled to float32.
+        states: by name, [T, H]; float8 is unscaled to float32. Where the file has them, also
+            topk_logprobs and topk_ids [T, K].
     """
 
     input_ids: torch.Tensor
@@ -65,6 +67,7 @@ class Layout(ABC):
         dtype: as stored.
         model: the model's name, for formats that can say it.
         numbering: of the run's samples; needed where `path` counts.
+        topk: how many of the likeliest tokens' log-probabilities and ids a file holds; 0 for none.
     """
 
     stored: tuple[str, ...]
@@ -72,10 +75,12 @@ class Layout(ABC):
     dtype: torch.dtype
     model: str
     numbering: Numbering | None = None
+    topk: int = 0
 
     name: ClassVar[str]
     suffix: ClassVar[str]
     float8: ClassVar[bool] = False
+    holds_topk: ClassVar[bool] = False
     reader: ClassVar[str] = ""
     """What reads it, for messages and docs."""
 
@@ -84,6 +89,11 @@ class Layout(ABC):
             raise UsageError(
                 f"--layout {self.name} --dtype float8_e4m3fn: {self.reader} knows no scales; "
                 "use bfloat16, or the layouts native or speculators (docs/formats.md)"
+            )
+        if self.topk and not self.holds_topk:
+            raise UsageError(
+                f"--layout {self.name} --topk-logits {self.topk}: {self.reader} reads no logits; "
+                "use --layout native (docs/formats.md)"
             )
 
     @classmethod
@@ -123,6 +133,11 @@ class Layout(ABC):
         """What the folder needs beside the files, once all of them are there. samples: all of the
         run's, in (row, turn) order."""
         return
+
+    def vocabulary(self, counted: TokenCounts, size: int) -> dict[str, Parts]:
+        """A drafter's vocabulary of `size` tokens as this project's own tools write it: path,
+        relative to the output folder, to content. None where it has no such file."""
+        return {}
 
 
 def aux_and_final(asked: States) -> tuple[str, ...]:

@@ -13,16 +13,19 @@ from extractor.reader import map_sample, state_of
 from extractor.records import Sample
 from extractor.states import States
 from extractor.store import SUFFIX, Blob, native_metadata, safetensors_header
+from extractor.topk import IDS, LOGPROBS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Native(Layout):
     """`input_ids` i64 [T], `hidden_states.{name}` [T, H] each, `loss_mask` u8 [T]; with float8
-    `hidden_states.{name}.scale` f32 [T] after each state."""
+    `hidden_states.{name}.scale` f32 [T] after each state; with topk, `topk_logprobs` f32 [T, K] and
+    `topk_ids` i32 [T, K]."""
 
     name = "native"
     suffix = SUFFIX
     float8 = True
+    holds_topk = True
     reader = "extractor.dataset"
 
     @classmethod
@@ -31,7 +34,7 @@ class Native(Layout):
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        return native_planes(self.stored, self.hidden, self.dtype)
+        return native_planes(self.stored, self.hidden, self.dtype, self.topk)
 
     def parts(self, sample: Sample, tensors: Mapping[str, Blob]) -> Parts:
         everything = {
@@ -47,4 +50,5 @@ class Native(Layout):
         file = map_sample(path, size)
         wide = torch.float32 if self.dtype.itemsize == 1 else None
         states = {name: state_of(file, f"hidden_states.{name}", wide) for name in self.stored}
+        states |= {key: file.tensors[key] for key in (LOGPROBS, IDS) if self.topk}
         return Loaded(file.tensors["input_ids"], file.tensors["loss_mask"], states)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from extractor.data.vocab import TokenCounts, draft_vocabulary
 from extractor.errors import UsageError
 from extractor.layout import Plane
 from extractor.layouts import torchzip
@@ -64,6 +65,13 @@ class Eagle3(SpecForge):
     """Strategy eagle3: `aux_hidden_state` [1, S, K*H] (K is 3 there), `hidden_state` [1, S, H]."""
 
     name = "specforge"
+
+    def vocabulary(self, counted: TokenCounts, size: int) -> dict[str, Parts]:
+        """What it derives from the files itself, and takes as `model.vocab_mapping_path`: `d2t` int64
+        [D], `t2d` bool [V]; of tokens as frequent, the one seen first."""
+        draft = draft_vocabulary(counted, size, ties="first_seen")
+        content = {"d2t": torch.from_numpy(draft.d2t), "t2d": torch.from_numpy(draft.t2d)}
+        return {"vocab/vocab_mapping.pt": torchzip.save(content)}
 
     @classmethod
     def stored_for(cls, asked: States) -> tuple[str, ...]:

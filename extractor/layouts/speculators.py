@@ -7,6 +7,7 @@ final norm: the trainer norms it. With float8, one scale a token over all layers
 FP8Transfer reads; its plain FileTransfer does not.
 """
 
+import io
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,11 +15,15 @@ from functools import cached_property
 from pathlib import Path
 
 import datasets
+import numpy as np
+import numpy.typing as npt
 import torch
 from datasets.arrow_writer import ArrowWriter
 
+from extractor.data.vocab import TokenCounts, draft_vocabulary
 from extractor.errors import UsageError
 from extractor.layout import FP8, Plane
+from extractor.layouts import torchzip
 from extractor.layouts.base import Layout, Loaded, Parts, split
 from extractor.reader import map_sample, unscale
 from extractor.records import Sample
@@ -76,6 +81,18 @@ class Speculators(Layout):
         states = split(value.flatten(1), self.stored)
         return Loaded(tensors["token_ids"], tensors["loss_mask"], states)
 
+    def vocabulary(self, counted: TokenCounts, size: int) -> dict[str, Parts]:
+        """Beside the dataset, where its trainer looks first: `d2t-{D}.npy` int64 [D], `t2d-{D}.npy`
+        bool [V], and `token_freq.pt`, a dict of id to count, for another D."""
+        draft = draft_vocabulary(counted, size)
+        used = counted.counts.nonzero()[0].tolist()
+        frequencies = dict(zip(used, counted.counts[used].tolist(), strict=True))
+        return {
+            "token_freq.pt": torchzip.save(frequencies),
+            f"d2t-{size}.npy": _npy(draft.d2t),
+            f"t2d-{size}.npy": _npy(draft.t2d),
+        }
+
     def finish(self, output: Path, samples: Iterable[Sample]) -> None:
         """Write the dataset: `input_ids`, `loss_mask`, `seq_len`, row i for hs_{i}. Its files appear
         one by one, state.json last, without which load_from_disk finds no dataset."""
@@ -114,3 +131,9 @@ class Speculators(Layout):
         for file in files:
             file.replace(output / file.name)
         shutil.rmtree(temporary)
+
+
+def _npy(array: npt.NDArray[np.generic]) -> Parts:
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=False)
+    return [stream.getbuffer()]

@@ -23,7 +23,7 @@ def as_tensor(blob: Blob, *shape: int) -> torch.Tensor:
     return torch.frombuffer(blob.data, dtype=blob.dtype).view(shape or blob.shape)
 
 
-def save(content: Mapping[str, Any]) -> Parts:
+def save(content: Mapping[Any, Any]) -> Parts:
     """The bytes that torch.save writes: an uncompressed zip whose tensors can be mapped."""
     stream = io.BytesIO()
     torch.save(dict(content), stream)

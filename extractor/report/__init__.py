@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -23,7 +24,7 @@ PAGE = "report.html"
 class ReportConfig:
     """Draw a page of what an output folder holds and how it was made."""
 
-    folder: tyro.conf.Positional[Path]
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder that extract or convert wrote; it may still be growing."""
     page: Path | None = None
     """File to write; default: report.html in the folder."""

@@ -164,8 +164,8 @@ def _states(folder: Folder, chosen: Sequence[int]) -> tuple[list[StateFacts], in
     for index in chosen:
         _, states = folder.load(folder.entries[index])
         tokens += folder.entries[index].tokens
-        for name, state in states.items():
-            wide = state.float()
+        for name in norms:
+            wide = states[name].float()
             norm = wide.norm(dim=-1)
             rms = norm / wide.shape[-1] ** 0.5
             norms[name].append(norm)

@@ -43,10 +43,22 @@ def test_within_five_percent_of_the_truth(bench: Bench, layout: str, names: str)
     entries = [json.loads(line) for line in lines]
     assert estimate.left_tokens == sum(entry["tokens"] for entry in entries)
     assert estimate.left_samples == len(entries) == 40
-    assert abs(estimate.disk / used(bench.output, names) - 1) < 0.05
+    taken = used(bench.output, names) + used(bench.output / "vocab", "*")
+    assert abs(estimate.disk / taken - 1) < 0.05
     assert f"{estimate.batches} batches of at most 256 tokens" in run.output(0)
     after = make_estimate(config(bench, f"--layout={layout}"))
     assert (after.left_samples, after.left_tokens, after.disk) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("layout", ["native", "specforge", "speculators"])
+def test_the_draft_vocabulary_is_counted(bench: Bench, layout: str):
+    flags = (f"--layout={layout}", "--draft-vocab-size=40000")
+    plain, more = make_estimate(config(bench, flags[0])), make_estimate(config(bench, *flags))
+    assert bench.run(*flags).code == 0
+    names = ("vocab/*", "token_freq.pt", "*.npy")
+    beside = sum(used(bench.output, name) for name in names) - 50_000 * 8
+    assert beside > 40_000 * 8
+    assert abs((more.disk - plain.disk) / beside - 1) < 0.05
 
 
 def test_every_layout_is_compared(bench: Bench):

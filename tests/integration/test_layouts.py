@@ -1,10 +1,14 @@
 """Other projects' layouts through the whole program: replicas, a kill, and going on afterwards."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from extractor import check
+from extractor.convert import convert
 from extractor.folder import Folder
 from tests.integration.conftest import Bench
 from tests.support import folder
@@ -36,6 +40,34 @@ def test_every_sample_in_the_files_of_the_layout(bench: Bench, name: str) -> Non
     assert layers == ["1", "2", "4", *wanted]
     again = bench.run(f"--layout={name}")
     assert again.code == 0 and "40 done, 0 to do" in again.output(0)
+
+
+def vocabulary(name: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """d2t and t2d of 600 tokens, from the files that the layout's project reads."""
+    if name == "specforge":
+        mapping = torch.load(folder / "vocab" / "vocab_mapping.pt", weights_only=True)
+        return mapping["d2t"], mapping["t2d"]
+    counts = torch.load(folder / "token_freq.pt", weights_only=True)
+    assert len(counts) > 600 and all(type(k) is type(v) is int for k, v in counts.items())
+    d2t, t2d = (np.load(folder / f"{key}-600.npy") for key in ("d2t", "t2d"))
+    return torch.from_numpy(d2t), torch.from_numpy(t2d)
+
+
+@pytest.mark.parametrize("name", ["specforge", "speculators"])
+def test_draft_vocabulary_as_the_project_reads_it(bench: Bench, name: str) -> None:
+    """By a run, and by convert from a native folder: the same."""
+    flags = ("--draft-vocab-size=600", "--layers=1,2,7")
+    assert bench.run(f"--layout={name}", *flags).code == 0
+    d2t, t2d = vocabulary(name, bench.output)
+    assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
+    assert torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(600)) and len(t2d) == 50_000
+    assert check.examine(bench.output, deep=True).complete
+    native, new = bench.folder / "native", bench.folder / "new"
+    assert bench.run(f"--output={native}", *flags).code == 0
+    assert convert([str(native), str(new), "--layout", name]) == 0
+    for ours, theirs in zip(vocabulary(name, new), (d2t, t2d), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not list(native.rglob("*.pt")) and not list(native.rglob("*.npy"))
 
 
 def test_another_layout_is_another_run(bench: Bench) -> None:

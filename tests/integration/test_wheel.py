@@ -10,8 +10,6 @@ import pytest
 
 from tests.support.written import make_layout, make_samples, write_folder
 
-pytestmark = pytest.mark.slow  # minutes on two cores
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -49,7 +47,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-@pytest.mark.slow
 def test_it_runs_from_elsewhere(installed: Path, tmp_path: Path):
     samples = make_samples()
     write_folder(tmp_path / "out", make_layout(samples=samples), samples)
@@ -65,13 +62,3 @@ def test_it_runs_from_elsewhere(installed: Path, tmp_path: Path):
     done = run(str(script), *convert, cwd=tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "new").rglob("*.ckpt"))) == len(samples)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["extract", "convert", "report"])
-def test_help_reads_well_at_80_columns(installed: Path, tmp_path: Path, verb: str):
-    script = str(installed / "bin" / "extractor")
-    done = run(script, verb, "--help", cwd=tmp_path, PYTHONPATH=str(installed), COLUMNS="80")
-    assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert verb in done.stdout.splitlines()[0]

@@ -15,6 +15,7 @@ from extractor.engine.base import EngineInfo, EngineOptions
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
 from extractor.states import States
+from extractor.topk import IDS, LOGPROBS
 from extractor.topology import Place
 
 HIDDEN, LAYERS = 64, 8
@@ -26,6 +27,12 @@ def expected(ids: torch.Tensor, name: str, hidden: int = HIDDEN) -> torch.Tensor
     number = {"embed": 101, "final": 211}.get(name) or int(name) * 13
     tokens = ids.cumsum(0).unsqueeze(1) + number + torch.arange(hidden).unsqueeze(0)
     return ((tokens % PERIOD).float() / 8).to(torch.bfloat16)
+
+
+def expected_topk(ids: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
+    """topk_logprobs float32 and topk_ids int32 [T, k] of one sequence, exact."""
+    tokens = ids.cumsum(0).unsqueeze(1) + torch.arange(k).unsqueeze(0)
+    return {LOGPROBS: -(tokens % PERIOD).float() / 8, IDS: (tokens % 50_000).to(torch.int32)}
 
 
 class FakeEngine:
@@ -67,6 +74,9 @@ class FakeEngine:
             name: torch.cat([expected(ids, name, self._hidden) for ids in sequences])
             for name in self._states.names
         }
+        if k := self._options.topk:
+            each = [expected_topk(ids, k) for ids in sequences]
+            states |= {key: torch.cat([part[key] for part in each]) for key in (LOGPROBS, IDS)}
         return CapturedBatch(batch, states)
 
     def close(self) -> None: ...

@@ -326,6 +326,26 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
         ),
         _both(_vary, _fix_routing),
     ),
+    # For top-k logits: a tied head and a soft cap near the size of these logits; and a vocabulary that
+    # is no multiple of what SGLang pads it to.
+    "tiny_softcap": _random(
+        lambda: transformers.Gemma3TextConfig(
+            **_grouped(
+                4,
+                head_dim=32,
+                sliding_window=32,
+                query_pre_attn_scalar=32,
+                tie_word_embeddings=True,
+                final_logit_softcapping=0.5,
+            )
+        ),
+        _vary,
+    ),
+    "tiny_vocab100": _random(
+        lambda: transformers.Qwen3Config(
+            **{**COMMON, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 100}
+        )
+    ),
     "tiny_kimi": _kimi,
     "tiny_llama4": _random(
         lambda: transformers.Llama4TextConfig(

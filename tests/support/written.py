@@ -69,6 +69,7 @@ def make_layout(
     hidden: int = HIDDEN,
     dtype: torch.dtype = torch.bfloat16,
     samples: Sequence[Sample],
+    topk: int = 0,
 ) -> Layout:
     rows = np.array([sample.row for sample in samples], np.int64)
     turns = np.array([sample.turn for sample in samples], np.int16)
@@ -78,6 +79,7 @@ def make_layout(
         dtype=dtype,
         model="tiny",
         numbering=Numbering(rows, turns),
+        topk=topk,
     )
 
 

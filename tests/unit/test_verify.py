@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from extractor import verify as module
 from extractor.errors import UsageError
@@ -15,6 +15,7 @@ from extractor.journal import RUN, Journal, write_run
 from extractor.records import Sample
 from extractor.reference import Reference, Tensors
 from extractor.store import Blob, native_metadata, safetensors_header, sample_path, write_whole
+from extractor.topk import IDS, LOGPROBS
 from extractor.verify import verify
 
 TEXTS = (
@@ -75,7 +76,9 @@ def folder(
     for sample, states in written:
         kept = edit(states) if sample.row == 1 else states
         tensors = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
-        tensors |= {f"hidden_states.{name}": kept[name].contiguous() for name in kept}
+        topk = {name: kept[name] for name in (LOGPROBS, IDS) if name in kept}
+        tensors |= {f"hidden_states.{n}": kept[n].contiguous() for n in kept if n not in topk}
+        tensors |= topk
         blobs = {name: Blob.of(tensor) for name, tensor in tensors.items()}
         header = safetensors_header(blobs, native_metadata(sample, "smollm2", ",".join(NAMES)))
         file = path / sample_path(sample.row, 0)
@@ -144,6 +147,41 @@ def test_wrong_states_fail_by_name(
     for (sample, state), verdict in found.items():
         expected = wrong.get(state, "ok") if sample.endswith("1") else "ok"
         assert verdict == expected, (sample, state)
+
+
+def with_topk(model: Path, x: Tensors, shift: int, off: int, k: int = 6) -> Tensors:
+    """Top-k logits out of the final state, as bfloat16 lm_head makes them; moved by rows or ids."""
+    head = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).lm_head
+    with torch.no_grad():
+        best = head(x["final"].bfloat16()).float().log_softmax(-1).topk(k, dim=-1)
+    moved = {IDS: best.indices.roll(shift, 0).int() + off, LOGPROBS: best.values.roll(shift, 0)}
+    return x | moved
+
+
+@pytest.mark.parametrize(
+    "shift, off, verdict",
+    [
+        (0, 0, "ok"),
+        (1, 0, "WRONG: it is this state one row late"),
+        (-1, 0, "WRONG: it is this state one row early"),
+        (0, 7, "WRONG: too far from the reference"),
+    ],
+)
+def test_topk(
+    tmp_path: Path,
+    model: Path,
+    written: list[tuple[Sample, Tensors]],
+    capsys: Any,
+    shift: int,
+    off: int,
+    verdict: str,
+) -> None:
+    code = verify(
+        [str(folder(tmp_path, model, written, lambda x: with_topk(model, x, shift, off)))]
+    )
+    found = verdicts(capsys.readouterr().out)
+    assert found.pop(("000000001", "topk")) == verdict
+    assert code == (verdict != "ok") and set(found.values()) == {"ok"}
 
 
 def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:

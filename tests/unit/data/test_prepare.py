@@ -323,6 +323,9 @@ def test_draft_vocabulary(size: int, run: Run, tmp_path: Path) -> None:
         want = rule(Counter(counter), size, 2000)
         assert (made.d2t + np.arange(size)).tolist() == want
         assert np.flatnonzero(made.t2d).tolist() == want
+    again = TokenCounts.of_samples((store.sample(i) for i in range(len(store))), 2000)
+    assert (again.counts == counted.counts).all()
+    assert (again.first_seen == counted.first_seen).all()
     with pytest.raises(UsageError, match="--draft-vocab-size 2001"):
         draft_vocabulary(counted, 2001)
 

@@ -144,6 +144,36 @@ def test_modelopt(tmp_path: Path):
     assert torch.equal(content["aux_hidden_states"], joined)
 
 
+class Planted:
+    """Unpickled without care, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("name", ["specforge", "modelopt"])
+def test_a_file_with_code_in_it_is_unreadable(tmp_path: Path, name: str):
+    layout, truths = written(tmp_path, name)
+    path = tmp_path / layout.path(truths[0].sample.row, 0)
+    torch.save({"input_ids": Planted(tmp_path / "ran")}, path)
+    with pytest.raises(RunError, match=path.name):
+        layout.load(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_topk_is_refused_where_nobody_would_read_it():
+    samples = make_samples()
+    for name in NAMES:
+        if name == "native":
+            assert make_layout(name, samples=samples, topk=4).planes[-1].width == 4
+            continue
+        with pytest.raises(UsageError, match="reads no logits"):
+            make_layout(name, samples=samples, topk=4)
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "native"])
 def test_no_layer_at_all_is_refused(name: str):
     with pytest.raises(UsageError, match="--layers"):

@@ -78,6 +78,10 @@ class Capture:
             )
         return {name: seen[name] for name in self.states.names}
 
+    def forget(self) -> None:
+        """Let go of what a pass left that did not end."""
+        self._seen = {}
+
     def remove(self) -> None:
         """Take hooks and marks away: the backbone is as it was."""
         for handle in self._handles:

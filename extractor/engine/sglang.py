@@ -15,8 +15,9 @@ import torch.distributed as dist
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
 from extractor.engine.base import Engine, EngineInfo, EngineOptions
+from extractor.engine.passes import passes_of
 from extractor.engine.topk import TopK, watch_wrapper
-from extractor.errors import UsageError
+from extractor.errors import RunError, UsageError
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
 from extractor.selfcheck import PROMPT_TOKENS, SelfCheck, self_check
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # SGLang writes the keys and values of padding tokens to slot 0.
 FIRST_SLOT = 1
+
+# A GPU that cannot hold a pass of this many tokens cannot hold the model.
+SHORTEST_PASS = 16
 
 # ServerArgs that split a model or its batches in ways that leave a rank's stream a part of the whole,
 # or in other ranks' hands: each has one value that is right here.
@@ -127,6 +131,7 @@ class SGLangEngine:
         self, spec: ModelSpec, states: States, place: Place, options: EngineOptions
     ) -> None:
         self._options = options
+        self._longest_pass = options.max_tokens
         self._args = self._server_args(spec, place)
         gpu_id = place.local_rank
         self._runner = compat.build_runner(self._args, tp_rank=place.tp_rank, gpu_id=gpu_id)
@@ -239,20 +244,44 @@ class SGLangEngine:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> CapturedBatch:
-        """See Engine.forward. A single sample longer than max_tokens runs in chunks, its own keys
-        and values as prefix; its states are those of one pass."""
-        limit = self._options.max_tokens
-        if batch.num_tokens <= limit:
-            return CapturedBatch(batch, self._outputs(self._run(batch.input_ids, batch.lengths)))
-        assert len(batch.lengths) == 1, f"{batch} is over the budget of {limit} tokens"
-        pieces: dict[str, list[torch.Tensor]] = {}
-        for start in range(0, batch.num_tokens, limit):
-            ids = batch.input_ids[start : start + limit]
-            more = start + len(ids) < batch.num_tokens
-            states = self._run(ids, (len(ids),), prefix=start, more=more)
+        """See Engine.forward. What is longer than a pass may be runs in several: whole sequences
+        while they fit, a longer one in chunks, its own keys and values as prefix; its states are
+        those of one pass. A GPU whose memory does not suffice makes passes half as long from there
+        on; over several tp ranks it raises RunError, as the others wait in mid-pass."""
+        while True:
+            try:
+                return CapturedBatch(batch, self._in_passes(batch))
+            except torch.OutOfMemoryError as error:
+                why = str(error).splitlines()[0]  # the error itself holds what the pass had made
+            self._halve(batch, why)
+
+    def _in_passes(self, batch: Batch) -> dict[str, torch.Tensor]:
+        passes = list(passes_of(batch.lengths, self._longest_pass))
+        if len(passes) == 1:
+            return self._outputs(self._run(batch.input_ids, batch.lengths))
+        parts: dict[str, list[torch.Tensor]] = {}
+        for each in passes:
+            ids = batch.input_ids[each.tokens]
+            states = self._run(ids, each.lengths, prefix=each.prefix, more=each.more)
             for name, state in self._outputs(states).items():
-                pieces.setdefault(name, []).append(state.clone() if more else state)
-        return CapturedBatch(batch, {name: torch.cat(parts) for name, parts in pieces.items()})
+                parts.setdefault(name, []).append(state.clone())
+        return {name: torch.cat(states) for name, states in parts.items()}
+
+    def _halve(self, batch: Batch, why: str) -> None:
+        tokens = min(self._longest_pass, batch.num_tokens)
+        if self._args.tp_size > 1 or tokens < 2 * SHORTEST_PASS:
+            raise RunError(
+                f"{batch} is too much for the GPU's memory ({why}); run the same command again with "
+                f"--batch-tokens {max(tokens // 2, 1)}: what is written is kept (docs/performance.md)"
+            )
+        self._longest_pass = tokens // 2
+        self.capture.forget()
+        if self._options.device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.warning(
+            "%s was too much for the GPU's memory (%s): passes of at most %d tokens from here on",
+            batch, why, self._longest_pass,
+        )  # fmt: skip
 
     def _outputs(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The states asked for, and with topk what lm_head makes of the final one."""

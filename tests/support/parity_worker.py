@@ -11,8 +11,9 @@ docs/families.py to compare two runs.
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -50,18 +51,39 @@ def difference_in_chunks(runner: engine.SGLangEngine, ids: torch.Tensor) -> floa
     """The largest relative difference of any state of a sample of any length of EDGES from the same
     sample in one pass. All tp ranks call it together."""
     largest = 0.0
-    options = runner._options
     for length in EDGES:
         batch = Batch(3, (length,), ids[:length])
         chunked = runner.forward(batch).states
         chunked = {name: state.clone() for name, state in chunked.items()}
-        runner._options = replace(options, max_tokens=LONG)
+        runner._longest_pass = LONG
         for name, state in runner.forward(batch).states.items():
             assert len(chunked[name]) == len(state) == length, (name, length)
             difference = (chunked[name].float() - state.float()).norm() / state.float().norm()
             largest = max(largest, float(difference))
-        runner._options = options
+        runner._longest_pass = BUDGET
     return largest
+
+
+def difference_when_short_of_memory(
+    runner: engine.SGLangEngine, batch: Batch, together: dict[str, torch.Tensor]
+) -> float:
+    """The largest relative difference of any state of a batch when the device has no memory for more
+    than half of it. For a replica of one rank."""
+    whole_pass = runner._pass
+
+    def short(forward_batch: Any) -> None:
+        whole_pass(forward_batch)
+        if len(forward_batch.input_ids) > batch.num_tokens // 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nSo much was wanted.")
+
+    runner._pass = short
+    states = runner.forward(batch).states
+    assert runner._longest_pass == batch.num_tokens // 2
+    runner._pass, runner._longest_pass = whole_pass, BUDGET
+    return max(
+        float((state.float() - together[name].float()).norm() / together[name].float().norm())
+        for name, state in states.items()
+    )
 
 
 def main() -> None:
@@ -117,6 +139,8 @@ def main() -> None:
         together = runner.forward(batch).states
         alone = difference_alone(runner, batch, together)
         chunked = difference_in_chunks(runner, long.input_ids)
+        together = {name: state.clone() for name, state in together.items()}
+        halved = difference_when_short_of_memory(runner, batch, together) if place.tp == 1 else 0.0
         if reference is not None:
             line = {
                 "layers": text,
@@ -124,6 +148,7 @@ def main() -> None:
                 "self_check": asdict(proof),
                 "alone": alone,
                 "chunked": chunked,
+                "halved": halved,
                 "engine": runner.info.details,
             }
             print("PARITY", json.dumps(line), flush=True)

@@ -1,0 +1,42 @@
+"""A batch in passes of bounded length."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What goes through the model at once.
+
+    Attributes:
+        tokens: where its tokens are in the batch.
+        lengths: of its sequences, or of its one sequence's chunk.
+        prefix: tokens of that sequence that went before.
+        more: whether more of that sequence comes.
+    """
+
+    tokens: slice
+    lengths: tuple[int, ...]
+    prefix: int = 0
+    more: bool = False
+
+
+def passes_of(lengths: Sequence[int], limit: int) -> Iterator[Pass]:
+    """The passes of a batch of sequences, in order, each of at most limit tokens: neighbours together
+    while they fit, and a longer one by itself in chunks."""
+    waiting: list[int] = []
+    end = 0  # of what has been passed or waits
+    for length in lengths:
+        if waiting and sum(waiting) + length > limit:
+            yield Pass(slice(end - sum(waiting), end), tuple(waiting))
+            waiting = []
+        if length <= limit:
+            waiting.append(length)
+        else:
+            for start in range(0, length, limit):
+                count = min(limit, length - start)
+                tokens = slice(end + start, end + start + count)
+                yield Pass(tokens, (count,), start, start + count < length)
+        end += length
+    if waiting:
+        yield Pass(slice(end - sum(waiting), end), tuple(waiting))

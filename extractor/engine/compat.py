@@ -265,9 +265,8 @@ def bind_cache_slots(runner: Any, forward_batch: Any) -> None:
 def wrapper_scope(device: str) -> Iterator[None]:
     """Around a wrapper's own forward. On a CPU that SGLang has no build for, it would cap logits with a
     Triton kernel; it has the same in PyTorch for a CPU that it knows."""
-    name = "sglang.srt.layers.logits_processor"
-    known = symbol(name, "_is_cpu")
-    module: Any = importlib.import_module(name)
+    known = symbol("sglang.srt.layers.logits_processor", "_is_cpu")
+    module: Any = importlib.import_module("sglang.srt.layers.logits_processor")
     try:
         module._is_cpu = known or device == "cpu"
         yield

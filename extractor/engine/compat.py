@@ -159,7 +159,7 @@ def skip_absent_experts() -> None:
     """Make SGLang's PyTorch experts, which the CPU platform uses, right under expert parallelism: a
     token's expert that lives on another rank has id -1, which they take for an index."""
     native = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
-    inner = native.moe_forward_native
+    inner = symbol("sglang.srt.layers.moe.fused_moe_native", "moe_forward_native")
 
     def forward(layer: Any, x: torch.Tensor, topk: Any, config: Any) -> torch.Tensor:
         weights, ids, *rest = topk

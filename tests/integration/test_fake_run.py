@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.fake_engine import HIDDEN
 from tests.support.faults import Fault, to_json
+from tests.support.ledger import Injection, Ledger
 from tests.support.zygote import REPOSITORY
 
 
@@ -63,6 +65,36 @@ def test_under_torchrun(bench: Bench) -> None:
     assert done.returncode == 0, done.stderr
     folder.assert_complete(bench.output, bench.data, STATES)
     assert json.loads((bench.output / "run.json").read_text())["world"]["replicas"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_restarts_under_torchrun(bench: Bench, nodes: int, ledger: Ledger) -> None:
+    """A rank dies, torchrun starts all again, and the rest is done; over two nodes, which are two
+    agents that meet on the loopback, as well."""
+    bench.rows(200)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    # After a restart agents may change their ranks, and each counts its own restarts.
+    faults = [Fault(kind="kill", rank=1, at=2, restart=0), Fault(kind="slow_pass", seconds=0.1)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2"]
+    command += [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", "--rdzv-backend=c10d"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1"]
+    command += ["tests/support/fake_extract.py", "--faults", to_json(faults)]
+    agents = [
+        subprocess.Popen(
+            [*command, *bench.argv("--tp=1")],
+            cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for _ in range(nodes)
+    ]  # fmt: skip
+    texts = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * nodes, texts
+    lives = re.findall(r"([0-9,]+) done, [0-9,]+ to do", "".join(texts))
+    assert len(lives) > 1 and any(life != "0" for life in lives), texts
+    folder.assert_complete(bench.output, bench.data, STATES)
+    ledger.add(Injection(group="--max-restarts", fault=f"real torchrun, {nodes} nodes, one dies"))
 
 
 @pytest.mark.slow

@@ -61,9 +61,10 @@ def _tell_torchrun(error: BaseException) -> None:
 def _run(verb: str, arguments: list[str]) -> int:
     # Each verb imports what it needs and no more, so that --help answers at once.
     if verb == "extract":
-        stop = StopSignals()  # before the imports, which take a while
-        with stop.interrupting():
-            from extractor.pipeline import extract  # noqa: PLC0415
+        # Before the imports, which take a while. A signal in them is kept for when this rank can tell
+        # the others that it was asked to stop and has not died.
+        stop = StopSignals()
+        from extractor.pipeline import extract  # noqa: PLC0415
 
         return extract(arguments, stop=stop)
     if verb == "prepare":

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import queue
+import secrets
 import subprocess
 import sys
 import threading
@@ -66,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
 PREPARED, VOCAB = "prepared", "vocab"
+JOIN, START = "join", "start"  # where a replica's ranks meet
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -134,10 +136,12 @@ def extract(
         return dry_run(config)
     stop = stop or StopSignals()
     place = Place.from_environment(config.tp)
-    with stop.interrupting():
+    device = torch.device("cpu")
+    with contextlib.suppress(Stopped), stop.interrupting():
         device = backend.choose_device(config.device, place)
         backend.prepare_process(device, place, config.verbose)
-        world = World(place)
+    # Not interrupted: a rank that leaves without a word is taken for dead by the others.
+    world = World(place, stopping=lambda: stop.asked is not None)
     watch = Watch(
         world.board(),
         place.rank,
@@ -158,6 +162,7 @@ def extract(
         raise
     finally:
         watch.close()
+    stop.settle()
     world.leave()
     return code
 
@@ -171,10 +176,25 @@ def _watched(
     watch: Watch,
     begun: float,
 ) -> int:
+    lead: Lead | None = None
     try:
-        return _lead_and_work(config, place, world, device, backend, watch, begun)
+        with watch.stop.interrupting():
+            if place.rank == 0:
+                try:
+                    job, lead = _lead(config, place, device, backend, begun)
+                except BaseException as error:
+                    world.tell("job", asdict(Job(answer=_exit_code(error))))
+                    raise
+                world.tell("job", asdict(job))
+            else:
+                job = Job(**world.hear("job", watch.check))
+        if job.answer == EXIT_AGAIN:  # rank 0 waits for the word of all that they stop
+            raise Stopped("rank 0")
+        if job.answer is not None:
+            return job.answer
+        return _work(config, place, world, device, backend, job, lead, watch)
     except Stopped:
-        return _stop_early(place, world, watch)
+        return _stop_early(place, world, watch, lead)
     except OSError as error:
         raise disk_error(error) from error
     except RuntimeError as error:
@@ -182,33 +202,9 @@ def _watched(
             raise
         if watch.stop.asked is None:
             raise watch.reason_for(error) from error
-        # Another rank of the replica was asked a moment before it had loaded, this one after.
-        return _stop_early(place, world, watch)
-
-
-def _lead_and_work(
-    config: ExtractConfig,
-    place: Place,
-    world: World,
-    device: torch.device,
-    backend: Backend,
-    watch: Watch,
-    begun: float,
-) -> int:
-    lead: Lead | None = None
-    with watch.stop.interrupting():
-        if place.rank == 0:
-            try:
-                job, lead = _lead(config, place, device, backend, begun)
-            except BaseException as error:
-                world.tell("job", asdict(Job(answer=_exit_code(error))))
-                raise
-            world.tell("job", asdict(job))
-        else:
-            job = Job(**world.hear("job", watch.check))
-    if job.answer is not None:
-        return job.answer
-    return _work(config, place, world, device, backend, job, lead, watch)
+        # Another rank of the replica was asked while this one waited for it in a collective of its
+        # loading, where no handler runs.
+        return _stop_early(place, world, watch, lead)
 
 
 def _exit_code(error: BaseException) -> int:
@@ -217,17 +213,36 @@ def _exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, UsageError | SystemExit) else 1
 
 
-def _stop_early(place: Place, world: World, watch: Watch) -> int:
-    """A signal came before there was anything to drain. Raises RunError when another rank failed."""
+def _stop_early(place: Place, world: World, watch: Watch, lead: Lead | None) -> int:
+    """A signal came before this replica had anything to drain; others may be ahead of it.
+
+    Leaves once those have drained, for torchrun ends all ranks when one has left; and not later, for
+    a rank that waits for this one in a collective is let go by that only. Raises RunError when
+    another rank failed."""
+    watch.stop.drained()
     watch.say_stopping()
     watch.check_board()
+    world.call_off(START, place.replica)
+    if place.is_writer:
+        world.tell(f"done/{place.replica}", {"replica": place.replica, "stopped": True})
     if place.rank == 0:
         watch.check_everyone_stops()
+    others = (r for r in range(place.replicas) if r != place.replica)
+    drained = [world.hear(f"done/{r}", watch.check) for r in others if not world.call_off(START, r)]
+    if place.rank:
+        return EXIT_AGAIN
+    if lead is None:
         watch.last_words("stopped", "")
         say(f"stopped by {watch.stop.asked} before the first batch: nothing is lost")
-    elif place.is_writer:
-        world.tell(f"done/{place.replica}", {"replica": place.replica, "stopped": True})
-    return EXIT_AGAIN
+        code = EXIT_AGAIN
+    else:
+        lead.run["replicas"] = drained
+        try:
+            code = _finish(lead, "stopped")
+        except OSError as error:
+            raise disk_error(error) from error
+    world.tell("answer", code)
+    return code
 
 
 def _run_path(config: ExtractConfig) -> Path:
@@ -447,11 +462,15 @@ def _no_plan() -> Plan:
 
 
 def _write_plan(config: ExtractConfig, batches: Plan) -> Path:
-    index, _ = config.shard_index
-    path = config.output / PREPARED / f"plan-{index}.npz"
-    temporary = path.with_suffix(".tmp.npz")
-    np.savez(temporary, order=batches.order, starts=batches.starts)
-    temporary.replace(path)
+    """Under a new name each time: a rank whose view of the folder is old must not find an old plan."""
+    index, count = config.shard_index
+    prefix = f"plan-{index}-of-{count}-"
+    for path in (config.output / PREPARED).glob(f"{prefix}*.npz"):
+        path.unlink()
+    path = config.output / PREPARED / f"{prefix}{secrets.token_hex(8)}.npz"
+    content = io.BytesIO()
+    np.savez(content, order=batches.order, starts=batches.starts)
+    write_whole(path, [content.getbuffer()], sync=False)
     return path
 
 
@@ -562,8 +581,9 @@ def _work(
     states = States(tuple(job.states), spec.num_layers)
     mark = time.perf_counter()
     watch.enter("load")
+    _together(world, JOIN, watch)
+    world.join_replica(device)  # in C code, where each waits for all: not interrupted
     with watch.stop.interrupting():
-        world.join_replica(device)
         engine = backend.build(
             spec,
             states,
@@ -581,15 +601,18 @@ def _work(
         )
         loaded = time.perf_counter()
         proof = engine.self_check() if config.self_check else None
+        checked = time.perf_counter()
+    _together(world, START, watch)
     watch.enter("run")
     if lead:
         lead.stages["load"] = loaded - mark
-        lead.stages["self_check"] = time.perf_counter() - loaded
+        lead.stages["self_check"] = checked - loaded
         lead.run["self_check"] = asdict(proof) if proof else None
         lead.run["engine"] = engine.info.details
         write_run(lead.run_path, lead.run)
     if not place.is_writer:
         follow(engine, world, watch)
+        watch.stop.drained()
         return int(world.hear("answer", watch.check))
     store = lead.store if lead else PreparedStore.open(Path(job.store))
     batches = lead.plan if lead else _read_plan(job.plan)
@@ -597,16 +620,40 @@ def _work(
     stopped, stats = _write_all(
         config, place, world, device, job, spec, engine, store, batches, watch
     )
+    watch.stop.drained()
     world.tell(f"done/{place.replica}", {**stats, "stopped": stopped})
     if lead is None:
         return int(world.hear("answer", watch.check))
     results = [world.hear(f"done/{r}", watch.check) for r in range(place.replicas)]
     lead.stages["run"] = time.perf_counter() - mark
     lead.run["replicas"] = results
+    _check_count(lead.plan, results)
     code = _finish(lead, "stopped" if any(r["stopped"] for r in results) else "complete")
-    watch.stop.settle()
     world.tell("answer", code)
     return code
+
+
+def _check_count(batches: Plan, results: Sequence[dict[str, Any]]) -> None:
+    """Raises RunError when writers that ran to the end wrote another number than was planned."""
+    if any(result["stopped"] for result in results):
+        return
+    wrote = sum(result["samples"] + result["rejected"] for result in results)
+    if wrote != len(batches.order):
+        raise RunError(
+            f"{wrote:,} samples were written or rejected of {len(batches.order):,} planned: start the "
+            "same command again, and look into the filesystem if it says so again"
+        )
+
+
+def _together(world: World, what: str, watch: Watch) -> None:
+    """Go on when all of the replica does. Raises Stopped when one of its ranks was stopped before."""
+    try:
+        with watch.stop.interrupting():
+            met = world.meet(what, watch.check)
+    except Stopped:
+        met = not world.call_off(what, world.place.replica)
+    if not met:
+        raise Stopped(what)
 
 
 def _write_all(
@@ -686,6 +733,7 @@ def _write_all(
         "replica": place.replica,
         "seconds": round(seconds, 3),
         "samples": progress.samples,
+        "rejected": progress.rejected,
         "tokens": progress.tokens,
         "bytes": progress.bytes,
         "tokens_per_second": round(progress.tokens / seconds, 1),

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator
+from functools import partial
 from types import FrameType
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -29,8 +30,26 @@ class StopSignals:
         self._own = False
         self._relayed: str | None = None
         self._interrupting = False
+        self._drained = False
+        self._delivered: str | None = None
+        # The system's own handler writes each signal's number here, whatever the main thread is in.
+        self._wakeup, write = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        # A forked helper's signals are its own.
+        os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         for number in ASKING:
             signal.signal(number, self._on_signal)
+
+    def delivered(self) -> str | None:
+        """The first signal that has reached this process. Known before `asked` is while the main
+        thread is in C code (a collective, a large read), where no handler runs. For one thread."""
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._wakeup, 4096):
+                if self._delivered is None and number in ASKING:
+                    self._delivered = self._relayed or signal.Signals(number).name
+        return self._delivered
 
     def relay(self, name: str) -> None:
         """Another rank was asked to stop: so is this one. From any thread; does not count as a
@@ -50,9 +69,13 @@ class StopSignals:
         finally:
             self._interrupting = False
 
+    def drained(self) -> None:
+        """Nothing of this rank is in flight any more: a second signal has nothing to cut short.
+        torchrun sends one to the others as soon as the first rank has left."""
+        self._drained = True
+
     def settle(self) -> None:
-        """All that was in flight is on disk and the answer is known. torchrun ends the other ranks
-        when the first has left with it: that is not a second signal."""
+        """The end is known and near: no signal changes it."""
         for number in ASKING:
             signal.signal(number, signal.SIG_IGN)
 
@@ -70,7 +93,7 @@ class StopSignals:
             self._own = True
             if self.asked is None:
                 self._ask(signal.Signals(number).name, now)
-        elif now - self.at > ECHO_SECONDS:
+        elif now - self.at > ECHO_SECONDS and not self._drained:
             os._exit(128 + number)
 
     def _ask(self, name: str, now: float) -> None:

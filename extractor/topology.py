@@ -93,11 +93,12 @@ class Place:
 class World:
     """The store that all ranks share and this replica's groups. Make one a process, and close it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, stopping: Callable[[], bool] = lambda: False) -> None:
+        """stopping: whether this rank was asked to stop, so that it does not wait for long."""
         self.place = place
         store = _open_store(place)
         with _store_errors():
-            self._store = dist.PrefixStore(f"extractor/{_life(store, place)}", store)
+            self._store = dist.PrefixStore(f"extractor/{_life(store, place, stopping)}", store)
 
     # Rank 0's word to all others -------------------------------------------------------------
 
@@ -127,6 +128,27 @@ class World:
         """0, 1, 2, ... over all callers of all ranks."""
         with _store_errors():
             return int(self._store.add(key, 1)) - 1
+
+    # A replica's ranks take a step together or not at all, whichever is stopped at what moment ----
+
+    def meet(self, what: str, while_waiting: Callable[[], None]) -> bool:
+        """Waits until all ranks of this replica are here. False when one has called it off.
+
+        while_waiting may raise (see hear); then call_off() tells what the others will do."""
+        key = f"{what}/{self.place.replica}"
+        with _store_errors():
+            if self._store.add(f"{key}/here", 1) == self.place.tp:
+                self._decide(key, "go")
+        return self.hear(key, while_waiting) == "go"
+
+    def call_off(self, what: str, replica: int) -> bool:
+        """Keep a replica's ranks from going on. False when they have met already."""
+        with _store_errors():
+            return self._decide(f"{what}/{replica}", "stop") == "stop"
+
+    def _decide(self, key: str, wish: str) -> str:
+        """The first wish of any rank is what happens."""
+        return json.loads(self._store.compare_set(key, "", json.dumps(wish)))
 
     def board(self) -> "Board":
         """The same store over a connection of its own, for the watch's thread."""
@@ -279,7 +301,7 @@ def _open_store(place: Place) -> dist.Store:
     return store
 
 
-def _life(store: dist.Store, place: Place) -> str:
+def _life(store: dist.Store, place: Place, stopping: Callable[[], bool]) -> str:
     """A name for this life of the group, the same on all its ranks: what an earlier life left in the
     store must not be read in this one.
 
@@ -298,10 +320,11 @@ def _life(store: dist.Store, place: Place) -> str:
     # The question is new in each life, and so is its answer.
     question = uuid.uuid4().hex
     store.set(f"extractor/question/{place.rank}", question)
-    end = time.monotonic() + WELCOME_SECONDS
+    begun = time.monotonic()
     while not store.check([f"extractor/answer/{question}"]):
-        if time.monotonic() > end:
-            raise RunError(f"rank 0 has not come in {WELCOME_SECONDS:.0f} s")
+        patience = FAREWELL_SECONDS if stopping() else WELCOME_SECONDS
+        if time.monotonic() - begun > patience:
+            raise RunError(f"rank 0 has not come in {patience:.0f} s")
         time.sleep(0.1)
     life = store.get(f"extractor/answer/{question}").decode()
     store.set(f"extractor/{life}/here/{place.rank}", "")

@@ -32,9 +32,12 @@ BEAT_SECONDS = 1.0
 SILENT_BEATS = {"prepare": 600, "load": 600, "run": 20}
 # From hearing of a failure to leaving, for what is being written to be finished or removed.
 GRACE_SECONDS = 5.0
-# From a signal to leaving by force. torchrun kills what is left after 30.
-STOP_SECONDS = 25.0
-EVERYONE_SECONDS = 8.0
+# From a signal to leaving by force. torchrun kills what is left after 30. Rank 0 goes first, for it
+# has run.json to write, and when one rank has left torchrun ends the others.
+STOP_SECONDS = 23.0
+LATER_SECONDS = 2.0
+# For a rank to say that it was asked to stop as well: it may still be importing.
+EVERYONE_SECONDS = 15.0
 # A rank inside a collective waits for another: that one has the first word.
 WAITER_SECONDS = 6.0
 # From a broken connection to knowing whose end broke it.
@@ -125,7 +128,7 @@ class Watch:
         self._seen: Any = None
         self._failure: dict[str, Any] | None = None
         self._failed_at = 0.0
-        self._said_stop = False
+        self._stop_since: float | None = None
         self._closed = threading.Event()
         self._beating = threading.Lock()
         self._stage = "prepare"
@@ -256,17 +259,20 @@ class Watch:
             self._end(EXIT_FAILED, self._heard(self._failure))
 
     def _pass_on_stop(self) -> None:
-        if self.stop.asked is None:
-            if name := self._board.look(STOP):
+        if self._stop_since is None:
+            name = self.stop.asked or self.stop.delivered()
+            if name is None and (name := self._board.look(STOP)):
                 self.stop.relay(name)
-            return
-        if not self._said_stop:
-            self._board.post(STOP, self.stop.asked)
+            if name is None:
+                return
+            # Said from here, because the main thread may be where no handler runs.
+            self._stop_since = self._clock()
+            self._board.post(STOP, name)
             self.say_stopping()
-            self._said_stop = True
-        if self._clock() - self.stop.at > STOP_SECONDS:
+        limit = STOP_SECONDS + (LATER_SECONDS if self._rank else 0.0)
+        if self._clock() - self._stop_since > limit:
             say(
-                f"rank {self._rank}: not drained {STOP_SECONDS:.0f} s after {self.stop.asked}; "
+                f"rank {self._rank}: not drained {limit:.0f} s after a signal; "
                 "leaving what is in flight to the next start"
             )
             silent = self._silent_about_stop()

@@ -1,6 +1,10 @@
 """Options that all tests share."""
 
 import json
+import os
+import platform
+import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +19,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fault-ledger",
         default=None,
-        help="file to append what was injected to; docs/reliability.py makes its table from it",
+        help="file to append what was injected to; docs/make_reliability.py makes its table from it",
     )
+
+
+# These measure seconds between processes. A machine that is busy with something else for a moment gets a
+# second try, which the last lines tell ("rerun").
+MEASURE_SECONDS = ("signals", "ranks", "replicas", "crash", "disk", "sbatch", "watch")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in MEASURE_SECONDS:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.fixture
@@ -26,9 +41,23 @@ def ledger(request: pytest.FixtureRequest) -> Ledger:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    _note(
+        session,
+        {
+            "command": shlex.join(["pytest", *session.config.invocation_params.args]),
+            "machine": f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU",
+            "date": time.strftime("%Y-%m-%d"),
+        },
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    _note(session, {"ended": int(exitstatus), "failed": session.testsfailed})
+
+
+def _note(session: pytest.Session, line: dict[str, object]) -> None:
     path = session.config.getoption("--fault-ledger")
     if path is not None:
-        line = {"command": " ".join(["pytest", *session.config.invocation_params.args])}
         with Path(path).open("a") as handle:
             handle.write(json.dumps(line) + "\n")
 

@@ -13,8 +13,6 @@ from tests.support import folder
 from tests.support.faults import Fault, power_cut
 from tests.support.ledger import Injection, Ledger
 
-pytestmark = pytest.mark.slow  # minutes on two cores
-
 SLOW = Fault(kind="slow_pass", seconds=0.08, restart=None)
 
 
@@ -89,6 +87,7 @@ def test_a_hundred_kills(bench: Bench, ledger: Ledger) -> None:
     kill_many_times(bench, 100, 2, ledger)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["file", "group"])
 def test_power_cuts(bench: Bench, durability: str, ledger: Ledger) -> None:
     """The disk forgets at random what was not forced to it; what the journal says is there, is."""
@@ -155,7 +154,19 @@ def test_damaged_files_are_done_again(bench: Bench) -> None:
     folder.assert_complete(bench.output, bench.data, STATES)
 
 
+def test_a_batch_missing(bench: Bench) -> None:
+    """Case 28: all files of one batch."""
+    assert bench.run().code == 0
+    files = folder.samples(bench.output)
+    for row in range(8, 16):
+        files[row].unlink()
+    run = bench.run("--batch-tokens=512", ranks=2)
+    assert run.code == 0 and "32 done, 8 to do" in run.output(0)
+    folder.assert_complete(bench.output, bench.data, STATES)
+
+
 def test_one_file_missing_of_a_batch(bench: Bench) -> None:
+    """Case 28."""
     assert bench.run().code == 0
     files = folder.samples(bench.output)
     files[7].unlink()
@@ -183,6 +194,7 @@ def test_restarts_go_on_by_themselves(bench: Bench, ledger: Ledger) -> None:
     )
 
 
+@pytest.mark.slow
 def test_restarts_of_two_nodes(bench: Bench, ledger: Ledger) -> None:
     """A node's agent does not count the restarts that another's failure made: ranks that went by
     those counts would wait for each other for ever, or read what an earlier life has left."""
@@ -196,6 +208,7 @@ def test_restarts_of_two_nodes(bench: Bench, ledger: Ledger) -> None:
     ledger.add(Injection(group="--max-restarts", fault="two nodes, a rank dies", slowest=seconds))
 
 
+@pytest.mark.slow
 def test_torchrun_is_gone_before_its_ranks_have_begun(bench: Bench, ledger: Ledger) -> None:
     """They find no store at the address that they were given, and do not try for long."""
     run = bench.start("--tp=1", ranks=2)

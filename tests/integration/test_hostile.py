@@ -65,7 +65,7 @@ def test_ids(bench: Bench) -> None:
     assert again.code == 0 and "0 to do" in again.output(0)
 
 
-@pytest.mark.parametrize("name", ["samples", "journal", "prepared", "samples/00000"])
+@pytest.mark.parametrize("name", ["samples", "journal", "prepared", "vocab", "samples/00000"])
 def test_folders_that_lead_elsewhere(bench: Bench, name: str) -> None:
     assert bench.run().code == 0
     folder.samples(bench.output)[3].unlink()

@@ -9,15 +9,13 @@ from tests.support import folder
 from tests.support.faults import Fault
 from tests.support.ledger import Injection, Ledger
 
-pytestmark = pytest.mark.slow  # minutes on two cores
-
 IN_TIME = 60.0
 WORLDS = [(2, 2), (2, 1), (4, 2)]
 SLOW = Fault(kind="slow_pass", rank=None, seconds=0.1)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("ranks, tp", WORLDS)
+@pytest.mark.parametrize("ranks, tp", [(2, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["raise", "kill"])
 def test_one_rank_ends(
     bench: Bench, kind: str, ranks: int, tp: int, victim: int, ledger: Ledger
@@ -42,6 +40,7 @@ def test_one_rank_ends(
     ledger.add(Injection(group="ranks", fault=f"one of {ranks}: {kind}", slowest=seconds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, tp", WORLDS)
 def test_one_rank_hangs(bench: Bench, ranks: int, tp: int, ledger: Ledger) -> None:
     victim = ranks - 1
@@ -60,6 +59,7 @@ def test_one_rank_hangs(bench: Bench, ranks: int, tp: int, ledger: Ledger) -> No
     ledger.add(Injection(group="ranks", fault=f"one of {ranks}: hangs", slowest=seconds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, tp", [(2, 2), (2, 1)])
 def test_one_rank_stands_still(bench: Bench, ranks: int, tp: int, ledger: Ledger) -> None:
     """SIGSTOP, as a debugger or a frozen cgroup does: not one of its threads can say anything."""
@@ -75,6 +75,7 @@ def test_one_rank_stands_still(bench: Bench, ranks: int, tp: int, ledger: Ledger
     ledger.add(Injection(group="ranks", fault=f"one of {ranks}: stands still", slowest=seconds))
 
 
+@pytest.mark.slow
 def test_slow_preparation_and_load_are_only_slow(bench: Bench, ledger: Ledger) -> None:
     """Case 32: far longer than --stuck-after, and nobody minds."""
     faults = [

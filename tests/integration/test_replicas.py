@@ -11,8 +11,6 @@ from tests.support.faults import Fault
 from tests.support.ledger import Injection, Ledger
 from tests.support.zygote import Run
 
-pytestmark = pytest.mark.slow  # minutes on two cores
-
 SLOW = Fault(kind="slow_pass", rank=None, seconds=0.1, restart=None)
 
 
@@ -41,6 +39,7 @@ def test_a_slow_replica_does_not_hold_the_other(bench: Bench) -> None:
     assert results[0]["samples"] > 3 * results[1]["samples"]
 
 
+@pytest.mark.slow
 def test_everything_may_change_between_runs(bench: Bench, ledger: Ledger) -> None:
     bench.rows(600)
     kill = Fault(kind="kill", rank=0, at=2)
@@ -80,6 +79,7 @@ def test_an_array_of_four_at_once(bench: Bench, ledger: Ledger) -> None:
     ledger.add(Injection(group="replicas", fault="an array of four on one folder", times=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first, second, refused",
     [
@@ -116,6 +116,24 @@ def test_a_killed_run_holds_nobody_up(bench: Bench) -> None:
     run.kill_all()
     assert bench.run("--tp=1", ranks=2).code == 0
     folder.assert_complete(bench.output, bench.data, STATES)
+
+
+def test_a_rank_with_a_stale_view_does_no_harm(bench: Bench, ledger: Ledger) -> None:
+    """As over NFS: the folder looks empty to rank 1, and rank 0 alone decides what is left."""
+    bench.rows(200)
+    run = bench.start("--tp=1", ranks=2, faults=[SLOW])
+    wait_for_samples(bench, run)
+    run.kill_all()
+    before = folder.snapshot(bench.output)
+    stale = Fault(kind="stale", rank=1, path=str(bench.output))
+    assert bench.run("--tp=1", ranks=2, faults=[stale, SLOW]).code == 0
+    folder.assert_complete(bench.output, bench.data, STATES)
+    after = folder.snapshot(bench.output)
+    assert {row: after[row] for row in before} == before
+    assert len(list((bench.output / "prepared").glob("plan-*"))) == 1, "a plan that could be stale"
+    results = json.loads((bench.output / "run.json").read_text())["replicas"]
+    assert all(result["samples"] for result in results), "rank 1 had nothing to do"
+    ledger.add(Injection(group="ranks", fault="one sees an empty folder"))
 
 
 def wait_for_samples(bench: Bench, run: Run) -> None:

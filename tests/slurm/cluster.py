@@ -3,6 +3,7 @@
 Needs root and the packages slurm-wlm and munge; nothing of a system-wide Slurm is read or written.
 """
 
+import ctypes
 import os
 import shutil
 import signal
@@ -15,13 +16,15 @@ from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 
+# cred_expire is also how long a job that is queued again waits (120 s by default); it must outlast
+# what lies between a job's start and its step's.
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 SlurmctldPort={port}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -52,9 +55,11 @@ class Cluster:
         # Sockets have short paths only, and munged wants a folder that others cannot write.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        # A session that is ended (by a time limit) takes its jobs along: pytest tears down as on Ctrl-C.
+        self._on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
         self.environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
         self._write_files()
-        self._start()
 
     def _write_files(self) -> None:
         ports = [_free_port() for _ in range(3)]
@@ -75,19 +80,32 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Returns when both nodes are idle."""
         here = self.folder
         munged = ["munged", "--force", f"--key-file={here}/munge.key"]
         munged += [f"--socket={here}/munge.socket", f"--pid-file={here}/munged.pid"]
         munged += [f"--log-file={here}/munged.log", f"--seed-file={here}/munge.seed"]
         for command in (
-            munged,
-            ["slurmctld", "-c"],
-            ["slurmd", "-N", "n1"],
-            ["slurmd", "-N", "n2"],
+            [*munged, "--foreground"],
+            ["slurmctld", "-D", "-c"],
+            ["slurmd", "-D", "-N", "n1"],
+            ["slurmd", "-D", "-N", "n2"],
         ):
-            subprocess.run(command, env=self.environment, check=True, capture_output=True)
-        end = time.monotonic() + 30
+            self._daemons.append(
+                subprocess.Popen(
+                    command,
+                    env=self.environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    preexec_fn=_end_with_parent,
+                )
+            )
+            end = time.monotonic() + 20  # slurmctld's credentials need the socket
+            while command[0] == "munged" and not (here / "munge.socket").exists():
+                assert time.monotonic() < end, (here / "munged.log").read_text()
+                time.sleep(0.1)
+        end = time.monotonic() + 60
         while self.call("sinfo", "-h", "-o", "%T").split() != ["idle"]:
             assert time.monotonic() < end, self.call("sinfo", "-N", "-l")
             time.sleep(0.3)
@@ -132,13 +150,24 @@ class Cluster:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("job-*.out")))
 
     def stop(self) -> None:
-        self.call("scancel", "--state=RUNNING", "--signal=KILL")
-        self.call("scancel", "--me")
-        for name in ("slurmd-n1", "slurmd-n2", "slurmctld", "munged"):
-            with suppress(OSError, ValueError):
-                os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGTERM)
-        time.sleep(1)
+        with suppress(subprocess.TimeoutExpired):  # slurmctld may be what is broken
+            self.call("scancel", "--me", "--full", "--signal=KILL")
+            self.call("scancel", "--me")
+            end = time.monotonic() + 15
+            while self.call("squeue", "-h", "--me") and time.monotonic() < end:
+                time.sleep(0.3)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                daemon.wait(10)
         shutil.rmtree(self.folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, self._on_term)
+
+
+def _end_with_parent() -> None:
+    """In the child: a test session that is killed leaves no daemons."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _free_port() -> int:

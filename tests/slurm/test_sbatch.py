@@ -1,11 +1,13 @@
-"""Each sbatch file, submitted to a real Slurm on this machine, with the fake engine on the CPU."""
+"""Each sbatch file, submitted to a real Slurm on this machine: with the real program and a tiny model
+on the CPU platform, and with the fake engine where a fault needs its timing."""
 
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -28,8 +30,11 @@ def cluster() -> Iterator[Cluster]:
             pytest.fail(f"no Slurm here: {missing or 'not root'}")
         pytest.skip(f"needs root and Debian's slurm-wlm and munge: {missing}")
     cluster = Cluster()
-    yield cluster
-    cluster.stop()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 def variables(seconds: float, ranks: int = 1) -> dict[str, str]:
@@ -58,6 +63,40 @@ def until_samples(bench: Bench, cluster: Cluster) -> None:
     while not folder.samples(bench.output):
         assert time.monotonic() < end, cluster.output()
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    "file, flags",
+    [
+        ("one_node", ()),
+        ("many_nodes", ("--tp=2",)),
+        pytest.param("array", (), marks=pytest.mark.slow),
+    ],
+)
+def test_the_real_program(
+    build_model: Callable[[str], Path],
+    tmp_path: Path,
+    cluster: Cluster,
+    file: str,
+    flags: tuple[str, ...],
+) -> None:
+    """On the CPU platform; over two nodes with the model's two halves on one each."""
+    output = tmp_path / "out"
+    job = cluster.submit(
+        REPOSITORY,
+        f"launch/{file}.sbatch",
+        f"--model={build_model('tiny_qwen3')}",
+        f"--data={REPOSITORY / 'tests/data/cases/31_ports/input.jsonl'}",
+        f"--output={output}",
+        "--layers=1,2,4",
+        "--device=cpu",
+        *flags,
+        variables={**variables(0), "EXTRACT": "-m extractor extract", "OMP_NUM_THREADS": "1"},
+    )
+    ended = {"COMPLETED", "FAILED", "COMPLETED,FAILED"}
+    assert cluster.until(job, ended, 400) == "COMPLETED", cluster.output()
+    findings = check.examine(output, deep=True)
+    assert findings.complete and findings.written == 12, cluster.output()
 
 
 def test_one_node_completes(bench: Bench, cluster: Cluster) -> None:

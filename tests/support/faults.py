@@ -5,6 +5,8 @@ A Fault is data, so that it travels to a rank on another process's command line;
 ones of a rank in place there.
 """
 
+import contextlib
+import ctypes
 import errno as codes
 import json
 import os
@@ -22,10 +24,12 @@ Kind = Literal[
     "kill",  # the process dies at once
     "slow_pass",  # each pass takes seconds
     "slow_load",  # loading takes seconds
+    "load_in_c",  # loading never ends, in C code, where no signal handler of Python's runs
     "slow_prepare",  # tokenizing takes seconds
     "os_error",  # a system call on a path fails
     "os_kill",  # the process dies inside a system call, which did a part of its work
     "slow_os",  # a system call on a path takes seconds
+    "stale",  # folders whose path contains `path` look empty, as to an old cache of NFS
     "log_fsync",  # note what was forced to disk, for power_cut()
 ]
 CALLS = ("write", "writev", "fsync", "open", "rename")
@@ -98,6 +102,8 @@ class Faults:
 
     def on_load(self) -> None:
         self._sleep("slow_load")
+        if any(fault.kind == "load_in_c" for fault in self._faults):
+            _wait_in_c()
 
     def on_prepare(self) -> None:
         self._sleep("slow_prepare")
@@ -115,6 +121,19 @@ class Faults:
             wanted.add("fsync")
         for call in wanted:
             setattr(os, call, self._wrap(call, getattr(os, call)))
+        self._hide([fault.path for fault in self._faults if fault.kind == "stale"])
+
+    def _hide(self, paths: Sequence[str]) -> None:
+        listdir, scandir = os.listdir, os.scandir
+
+        def stale(target: Any) -> bool:
+            return any(path in _path_of(target) for path in paths)
+
+        if paths:
+            os.listdir = lambda target=".": [] if stale(target) else listdir(target)
+            os.scandir = lambda target=".": (
+                contextlib.nullcontext(iter(())) if stale(target) else scandir(target)
+            )
 
     def _wrap(self, call: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,6 +190,13 @@ class Faults:
         part = whole[:room]
         self._counts[fault] = written + len(part)
         return real(target, [part] if isinstance(data, list) else part)
+
+
+def _wait_in_c() -> None:
+    """As a collective does whose other ranks have gone: a mutex that is locked twice."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
 
 
 def _joined(data: Any) -> bytes:

@@ -34,8 +34,12 @@ class Stop:
 
     def __init__(self, clock: Clock) -> None:
         self.asked: str | None = None
+        self.in_c: str | None = None  # reached the process, and no handler could run yet
         self.at = 0.0
         self._clock = clock
+
+    def delivered(self) -> str | None:
+        return self.in_c
 
     def relay(self, name: str) -> None:
         self.asked, self.at = name, self._clock.now
@@ -179,7 +183,20 @@ def test_what_is_not_drained_is_left() -> None:
     for stop in ranks.stops:
         stop.asked, stop.at = "SIGTERM", ranks.clock.now
     ranks.tick(times=int(module.STOP_SECONDS) + 2)
-    assert sorted(ranks.left) == [(0, 75), (1, 75)] and words == ["stopped"]
+    assert ranks.left == [(0, 75)] and words == ["stopped"], "rank 0 has the last word"
+    ranks.tick(times=int(module.LATER_SECONDS))
+    assert ranks.left == [(0, 75), (1, 75)]
+
+
+def test_a_signal_that_the_main_thread_cannot_see() -> None:
+    """It is in C code: the watch passes the signal on, and leaves in time in its place."""
+    ranks = Ranks(2)
+    ranks.stops[1].in_c = "SIGUSR2"
+    ranks.tick(times=2)
+    assert ranks.stops[0].asked == "SIGUSR2" and ranks.stops[1].asked is None
+    ranks.watches[0].check_everyone_stops()
+    ranks.tick(0, times=int(module.STOP_SECONDS + module.LATER_SECONDS) + 2)
+    assert (1, 75) in ranks.left
 
 
 def test_a_death_is_no_stop() -> None:

@@ -160,8 +160,17 @@ class Cluster:
             daemon.terminate()
             with suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
+        self._kill_leftovers()
         shutil.rmtree(self.folder, ignore_errors=True)
         signal.signal(signal.SIGTERM, self._on_term)
+
+    def _kill_leftovers(self) -> None:
+        """Steps outlive their slurmd by design: all that carry this cluster's configuration end."""
+        mark = f"SLURM_CONF={self.folder}/slurm.conf".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _end_with_parent() -> None:

@@ -31,6 +31,7 @@ JOURNAL = "journal"
 REJECTS = "rejects.jsonl"
 RUN = "run.json"
 STAT_THREADS, STATS_AT_A_TIME = 16, 1000
+LOCAL_STAT_SECONDS = 50e-6  # a filesystem that takes longer to answer is asked by several threads
 LAST_WRITER_SECONDS = 120.0  # longer than an NFS server keeps the locks of a client that is gone
 
 
@@ -214,7 +215,7 @@ def find_done(
     path: Callable[[int, int], str] = sample_path,
 ) -> Done:
     """Compare the journals with the files that are there: one stat a journalled sample, several at a
-    time, since a network filesystem answers each late.
+    time where the filesystem answers late.
 
     rows, turns: [N] of the prepared store, in its (row, turn) order.
     path: where a (row, turn) lies below output; the layout says."""
@@ -275,9 +276,14 @@ def _sizes(
         pairs = zip(rows[part].tolist(), turns[part].tolist(), strict=True)
         return [_size(top + path(row, turn)) for row, turn in pairs]
 
+    starts = range(0, len(rows), STATS_AT_A_TIME)
+    begun = time.perf_counter()
+    first = [size for start in starts[:1] for size in some(start)]
+    if time.perf_counter() - begun < len(first) * LOCAL_STAT_SECONDS:
+        # Threads would only take the interpreter from each other.
+        return first + [size for start in starts[1:] for size in some(start)]
     with ThreadPoolExecutor(STAT_THREADS) as pool:
-        parts = pool.map(some, range(0, len(rows), STATS_AT_A_TIME))
-        return [size for part in parts for size in part]
+        return first + [size for part in pool.map(some, starts[1:]) for size in part]
 
 
 def _size(path: str) -> int:

@@ -93,6 +93,24 @@ def test_a_line_and_a_file_of_that_size(
     assert done.damaged == len(seen - finished)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_slow_and_quick_filesystems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Asked by several threads or by one: the same answer, in the same order."""
+    monkeypatch.setattr("extractor.journal.LOCAL_STAT_SECONDS", seconds)
+    monkeypatch.setattr("extractor.journal.STATS_AT_A_TIME", 7)
+    (tmp_path / JOURNAL).mkdir()
+    with (tmp_path / JOURNAL / "0000.jsonl").open("w") as journal:
+        for row in range(50):
+            journal.write(line(("done", (row, 0), 1)) + "\n")
+            path = tmp_path / sample_path(row, 0)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x" * (row % 3))
+    done = find_done(tmp_path, np.arange(50), np.zeros(50, np.int16))
+    assert done.finished.tolist() == [row % 3 == 1 for row in range(50)]
+
+
 def test_nothing_prepared(tmp_path: Path) -> None:
     done = find_done(tmp_path, np.zeros(0, np.int64), np.zeros(0, np.int16))
     assert (len(done.finished), done.rejected, done.damaged) == (0, {}, 0)

@@ -29,12 +29,12 @@ from extractor.layout import finite_rows
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.progress import ProgressLine, say
-from extractor.store import DTYPE_NAMES, SAMPLES, TEMPORARY
+from extractor.store import DTYPE_NAMES, SAMPLES, TEMPORARY, VOCAB
 
 SHOWN = 10
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SAMPLE_FOLDERS = (f"{SAMPLES}/", "hidden_states/")
-KNOWN = {JOURNAL, REJECTS, LOCK, "prepared", "vocab"}
+KNOWN = {JOURNAL, REJECTS, LOCK, "prepared", VOCAB}
 # Beside the files, the table that its reader opens.
 DATASET = {"dataset_info.json", "state.json", "token_freq.pt"}
 

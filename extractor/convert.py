@@ -25,11 +25,10 @@ from extractor.progress import ProgressLine, say
 from extractor.reader import map_sample
 from extractor.records import Reject, Sample
 from extractor.states import FINAL, States
-from extractor.store import Blob, write_whole
+from extractor.store import VOCAB, Blob, write_whole
 
 EXIT_OK, EXIT_REJECTS = 0, 3
 NON_FINITE = "non_finite"
-VOCAB = "vocab"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,12 +28,12 @@ from extractor.journal import find_done
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.memory import Needs
 from extractor.model import ModelSpec
-from extractor.pipeline import DTYPES, VOCAB, check_output
+from extractor.pipeline import DTYPES, check_output
 from extractor.plan import Plan
 from extractor.progress import ProgressLine, say
 from extractor.records import Sample
 from extractor.states import States
-from extractor.store import Blob
+from extractor.store import VOCAB, Blob
 from extractor.topk import check_topk
 
 EXIT_OK, EXIT_FAILED = 0, 1

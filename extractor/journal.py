@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -38,9 +38,9 @@ LAST_WRITER_SECONDS = 120.0  # longer than an NFS server keeps the locks of a cl
 class Entry(msgspec.Struct, frozen=True, rename={"size": "bytes"}):
     """A journal line: a finished sample, or (reject set) one that this run had to leave out."""
 
-    row: int
-    turn: int
-    size: int = 0
+    row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 47)]  # row and turn make one key of 64 bits
+    turn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 15)]
+    size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
     xxh3: str = ""
     reject: Reject | None = None
     tokens: int = 0
@@ -230,17 +230,16 @@ def find_done(
         at_turns.append(entry.turn)
         sizes.append(entry.size)
     at = _find(keys, _keys(np.array(at_rows, np.int64), np.array(at_turns, np.int16)))
-    said = np.array(sizes, np.int64)
-    seen = np.zeros(len(rows), np.bool_)
-    seen[at[at >= 0]] = True
-    on_disk = np.full(len(rows), -1, np.int64)
-    journalled = seen.nonzero()[0]
-    on_disk[journalled] = _sizes(output, rows[journalled], turns[journalled], path)
-    known = (at >= 0).nonzero()[0]
-    finished = np.zeros(len(rows), np.bool_)
-    finished[at[known][on_disk[at[known]] == said[known]]] = True
+    known = (at >= 0).nonzero()[0]  # lines that speak of a sample of this store
+    at, said = at[known], np.array(sizes, np.int64)[known]
     last_line = np.full(len(rows), -1, np.int64)
-    last_line[at[known]] = known  # of several, numpy keeps the last
+    last_line[at] = known  # of several, numpy keeps the last
+    seen = last_line >= 0
+    journalled = seen.nonzero()[0]
+    on_disk = np.full(len(rows), -1, np.int64)
+    on_disk[journalled] = _sizes(output, rows[journalled], turns[journalled], path)
+    finished = np.zeros(len(rows), np.bool_)
+    finished[at[on_disk[at] == said]] = True
     rejected: dict[int, Reject] = {}
     for before, reject in rejects:
         index = int(_find(keys, _keys(np.array([reject.row]), np.array([reject.turn])))[0])

@@ -52,6 +52,7 @@ from extractor.signals import Stopped, StopSignals
 from extractor.states import States
 from extractor.store import (
     TEMPORARY,
+    VOCAB,
     refuse_links,
     sweep_temporaries,
     sweep_temporaries_of,
@@ -66,7 +67,7 @@ from extractor.writer import Writer
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
-PREPARED, VOCAB = "prepared", "vocab"
+PREPARED = "prepared"
 JOIN, START = "join", "start"  # where a replica's ranks meet
 DTYPES = {
     "bfloat16": torch.bfloat16,

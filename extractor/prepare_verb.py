@@ -15,6 +15,7 @@ from extractor.data.show import show as show_row
 from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.model import ModelSpec
 from extractor.progress import ProgressLine, say
+from extractor.store import VOCAB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ def prepare(argv: Sequence[str]) -> int:
         line.close()
     counts = TokenCounts.of(store, spec.vocab_size)
     size = config.draft_vocab_size
-    write_vocab(config.output / "vocab", counts, draft_vocabulary(counts, size) if size else None)
+    write_vocab(config.output / VOCAB, counts, draft_vocabulary(counts, size) if size else None)
     say(f"prepared in {store.path}")
     return 0
 

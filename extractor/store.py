@@ -22,7 +22,8 @@ from extractor.records import Sample
 
 SCHEMA = "1"
 SAMPLES = "samples"
-FOLDERS = ("prepared", "journal", SAMPLES, "vocab", "hidden_states")  # the last: speculators
+VOCAB = "vocab"
+FOLDERS = ("prepared", "journal", SAMPLES, VOCAB, "hidden_states")  # the last: speculators
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 ROWS_A_FOLDER = 1000

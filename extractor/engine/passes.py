@@ -25,11 +25,11 @@ def passes_of(lengths: Sequence[int], limit: int) -> Iterator[Pass]:
     """The passes of a batch of sequences, in order, each of at most limit tokens: neighbours together
     while they fit, and a longer one by itself in chunks."""
     waiting: list[int] = []
-    end = 0  # of what has been passed or waits
+    begin = end = 0  # of those that wait
     for length in lengths:
-        if waiting and sum(waiting) + length > limit:
-            yield Pass(slice(end - sum(waiting), end), tuple(waiting))
-            waiting = []
+        if waiting and end - begin + length > limit:
+            yield Pass(slice(begin, end), tuple(waiting))
+            waiting, begin = [], end
         if length <= limit:
             waiting.append(length)
         else:
@@ -37,6 +37,7 @@ def passes_of(lengths: Sequence[int], limit: int) -> Iterator[Pass]:
                 count = min(limit, length - start)
                 tokens = slice(end + start, end + start + count)
                 yield Pass(tokens, (count,), start, start + count < length)
+            begin = end + length
         end += length
     if waiting:
-        yield Pass(slice(end - sum(waiting), end), tuple(waiting))
+        yield Pass(slice(begin, end), tuple(waiting))

@@ -203,11 +203,12 @@ class SGLangEngine:
             "random_seed": 0,
             "log_level": "info" if options.verbose else "error",
         }
+        given = compat.typed_args(options.sglang_args)
         if options.device.type == "cpu":
-            values |= self._cpu_values(spec.architecture)
-        return compat.server_args(values | compat.typed_args(options.sglang_args))
+            values |= self._cpu_values(spec.architecture, given)
+        return compat.server_args(values | given)
 
-    def _cpu_values(self, architecture: str) -> dict[str, Any]:
+    def _cpu_values(self, architecture: str, given: Mapping[str, Any]) -> dict[str, Any]:
         from extractor.engine.cpu_attention import ATTENTION_BACKEND, attend_as
 
         values: dict[str, Any] = {"attention_backend": ATTENTION_BACKEND}
@@ -215,7 +216,7 @@ class SGLangEngine:
             # Eight times faster there, and exacter; what is stored is rounded once, at the end.
             values["dtype"] = "float32"
         values |= compat.cpu_values(architecture)
-        if int(self._options.sglang_args.get("ep_size", 1)) > 1:
+        if given.get("ep_size", 1) > 1:
             compat.skip_absent_experts()
         attend_as(values["attention_backend"])
         compat.allow_attention_backend(values["attention_backend"])
@@ -256,15 +257,15 @@ class SGLangEngine:
             self._halve(batch, why)
 
     def _in_passes(self, batch: Batch) -> dict[str, torch.Tensor]:
-        passes = list(passes_of(batch.lengths, self._longest_pass))
-        if len(passes) == 1:
+        if batch.num_tokens <= self._longest_pass:
             return self._outputs(self._run(batch.input_ids, batch.lengths))
         parts: dict[str, list[torch.Tensor]] = {}
-        for each in passes:
+        for each in passes_of(batch.lengths, self._longest_pass):
             ids = batch.input_ids[each.tokens]
             states = self._run(ids, each.lengths, prefix=each.prefix, more=each.more)
             for name, state in self._outputs(states).items():
-                parts.setdefault(name, []).append(state.clone())
+                last = each.tokens.stop == batch.num_tokens
+                parts.setdefault(name, []).append(state if last else state.clone())
         return {name: torch.cat(states) for name, states in parts.items()}
 
     def _halve(self, batch: Batch, why: str) -> None:

@@ -14,7 +14,14 @@ from extractor.store import sample_path
 
 SAMPLES = [(0, 0), (1, 1), (1, 2), (5, 0), (1000, 0), (1001, 3)]
 STRANGERS = [(2, 0), (1, 3), (5, 1), (-1, 0), (2000, 0)]
+# Numbers that no sample has, and that must not come to look like one's.
+HUGE = [
+    f'{{"row": {1 << 48}, "turn": 0, "bytes": 1}}',
+    f'{{"row": {10**30}, "turn": 0, "bytes": 1}}',
+]
+HUGE += ['{"row": 0, "turn": 65536, "bytes": 1}', f'{{"row": 0, "turn": 0, "bytes": {10**30}}}']
 GARBAGE = [
+    *HUGE,
     "",
     "{",
     "[]",

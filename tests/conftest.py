@@ -23,17 +23,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# These measure seconds between processes. A machine that is busy with something else for a moment gets
-# two more tries, which the last lines tell ("rerun").
-MEASURE_SECONDS = ("signals", "ranks", "replicas", "crash", "disk", "sbatch", "watch")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem.removeprefix("test_") in MEASURE_SECONDS:
-            item.add_marker(pytest.mark.flaky(reruns=2))
-
-
 @pytest.fixture
 def ledger(request: pytest.FixtureRequest) -> Ledger:
     path = request.config.getoption("--fault-ledger")

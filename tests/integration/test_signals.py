@@ -23,6 +23,15 @@ def until(run: Run, words: str, rank: int = 0) -> None:
         time.sleep(0.02)
 
 
+def stopped_in_time(bench: Bench, run: Run, begun: float) -> float:
+    """Seconds from begun until the last rank has left, each to be started again."""
+    run.wait(IN_TIME)
+    seconds = time.monotonic() - begun
+    assert set(run.codes().values()) == {75}, run.output()
+    assert status(bench) == "stopped", run.output()
+    return seconds
+
+
 def until_samples(bench: Bench, run: Run, writers: int = 1) -> None:
     """Until every replica's writer has finished a sample."""
 
@@ -116,10 +125,7 @@ def test_before_the_first_batch(
     time.sleep(0.3)
     begun = time.monotonic()
     run.kill_agent(signal.SIGTERM)
-    run.wait(IN_TIME)
-    seconds = time.monotonic() - begun
-    assert set(run.codes().values()) == {75}, run.output()
-    assert status(bench) == "stopped"
+    seconds = stopped_in_time(bench, run, begun)
     assert bench.run(ranks=ranks).code == 0
     folder.assert_complete(bench.output, bench.data, STATES)
     ledger.add(Injection(group="signals", fault=f"SIGTERM while {fault.kind}", slowest=seconds))
@@ -136,10 +142,7 @@ def test_one_rank_is_asked_before_the_first_batch(
     time.sleep(0.5)
     begun = time.monotonic()
     run.kill(victim, signal.SIGUSR2)
-    run.wait(IN_TIME)
-    seconds = time.monotonic() - begun
-    assert set(run.codes().values()) == {75}, run.output()
-    assert status(bench) == "stopped"
+    seconds = stopped_in_time(bench, run, begun)
     ledger.add(Injection(group="signals", fault=f"SIGUSR2 to one while {kind}", slowest=seconds))
 
 
@@ -201,10 +204,7 @@ def test_loading_in_c_code(bench: Bench, ranks: int, tp: int, loading: int, ledg
     time.sleep(0.5)
     begun = time.monotonic()
     run.kill_agent(signal.SIGTERM)
-    run.wait(IN_TIME)
-    seconds = time.monotonic() - begun
-    assert set(run.codes().values()) == {75}, run.output()
-    assert status(bench) == "stopped", run.output()
+    seconds = stopped_in_time(bench, run, begun)
     assert bench.run(ranks=ranks).code == 0
     folder.assert_complete(bench.output, bench.data, STATES)
     ledger.add(Injection(group="signals", fault="SIGTERM while loading in C", slowest=seconds))

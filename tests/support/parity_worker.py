@@ -11,6 +11,7 @@ docs/families.py to compare two runs.
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,36 +33,49 @@ LONG = 3 * BUDGET + 7
 EDGES = (1, 2, BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET, 2 * BUDGET + 1, LONG)
 
 
+def apart(states: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """The largest relative difference of any state from the one wanted; not a number if one is not."""
+    assert states.keys() == wanted.keys()
+    differences: list[torch.Tensor] = []
+    for name, state in states.items():
+        want = wanted[name].float()
+        assert state.shape == want.shape, (name, state.shape, want.shape)
+        differences.append((state.float() - want).norm() / want.norm())
+    return float(torch.stack(differences).max())
+
+
+def kept(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: state.clone(memory_format=torch.contiguous_format) for name, state in states.items()
+    }
+
+
 def difference_alone(
     runner: engine.SGLangEngine, batch: Batch, together: dict[str, torch.Tensor]
 ) -> float:
     """The largest relative difference of any sample's state when the sample runs by itself. All tp
     ranks call it together."""
-    largest = 0.0
-    together = {name: state.clone() for name, state in together.items()}
+    differences: list[float] = []
     for begin, end in zip(batch.offsets, batch.offsets[1:], strict=False):
         ids = batch.input_ids[begin:end]
-        for name, state in runner.forward(Batch(2, (len(ids),), ids)).states.items():
-            want = together[name][begin:end].float()
-            largest = max(largest, float((state.float() - want).norm() / want.norm()))
-    return largest
+        alone = runner.forward(Batch(2, (len(ids),), ids)).states
+        rows = {name: state[begin:end] for name, state in together.items()}
+        differences.append(apart(alone, rows))
+    return float(torch.tensor(differences).max())
 
 
 def difference_in_chunks(runner: engine.SGLangEngine, ids: torch.Tensor) -> float:
     """The largest relative difference of any state of a sample of any length of EDGES from the same
     sample in one pass. All tp ranks call it together."""
-    largest = 0.0
+    differences: list[float] = []
     for length in EDGES:
         batch = Batch(3, (length,), ids[:length])
-        chunked = runner.forward(batch).states
-        chunked = {name: state.clone() for name, state in chunked.items()}
+        chunked = kept(runner.forward(batch).states)
+        assert all(len(state) == length for state in chunked.values())
         runner._longest_pass = LONG
-        for name, state in runner.forward(batch).states.items():
-            assert len(chunked[name]) == len(state) == length, (name, length)
-            difference = (chunked[name].float() - state.float()).norm() / state.float().norm()
-            largest = max(largest, float(difference))
+        differences.append(apart(chunked, runner.forward(batch).states))
         runner._longest_pass = BUDGET
-    return largest
+    return float(torch.tensor(differences).max())
 
 
 def difference_when_short_of_memory(
@@ -80,10 +94,7 @@ def difference_when_short_of_memory(
     states = runner.forward(batch).states
     assert runner._longest_pass == batch.num_tokens // 2
     runner._pass, runner._longest_pass = whole_pass, BUDGET
-    return max(
-        float((state.float() - together[name].float()).norm() / together[name].float().norm())
-        for name, state in states.items()
-    )
+    return apart(states, together)
 
 
 def main() -> None:
@@ -136,10 +147,9 @@ def main() -> None:
                 part = {name: state[begin:end] for name, state in captured.states.items()}
                 judged = reference.judge(each.input_ids[begin:end], part)
                 results += [{**asdict(j), "good": j.good, "repeats": equal} for j in judged]
-        together = runner.forward(batch).states
+        together = kept(runner.forward(batch).states)
         alone = difference_alone(runner, batch, together)
         chunked = difference_in_chunks(runner, long.input_ids)
-        together = {name: state.clone() for name, state in together.items()}
         halved = difference_when_short_of_memory(runner, batch, together) if place.tp == 1 else 0.0
         if reference is not None:
             line = {
@@ -153,8 +163,7 @@ def main() -> None:
             }
             print("PARITY", json.dumps(line), flush=True)
             if "EXTRACTOR_PARITY_STATES" in os.environ:
-                kept = {name: state.contiguous() for name, state in together.items()}
-                save_file(kept, os.environ["EXTRACTOR_PARITY_STATES"])
+                save_file(together, os.environ["EXTRACTOR_PARITY_STATES"])
     world.leave()
 
 

@@ -25,7 +25,14 @@ import numpy.typing as npt
 
 from extractor.errors import RunError
 from extractor.records import Reject, Sample
-from extractor.store import Written, json_line, sample_path, write_json, write_whole
+from extractor.store import (
+    Written,
+    compact_json,
+    json_line,
+    sample_path,
+    write_json,
+    write_whole,
+)
 
 JOURNAL = "journal"
 REJECTS = "rejects.jsonl"
@@ -86,7 +93,7 @@ class Journal:
         self._append([{"row": reject.row, "turn": reject.turn, "reject": reject_line(reject)}])
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
-        data = b"".join(map(json_line, lines))
+        data = b"".join(compact_json(line) + b"\n" for line in lines)
         if not data:
             return
         with self._lock:

@@ -7,13 +7,16 @@ pinned memory.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -27,6 +30,7 @@ FOLDERS = ("prepared", "journal", SAMPLES, VOCAB, "hidden_states")  # the last: 
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 ROWS_A_FOLDER = 1000
+MOST_PARTS = 64  # of one writev; Linux takes 1024
 
 DTYPE_NAMES = {
     torch.int64: "I64",
@@ -38,6 +42,12 @@ DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
 }
+NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn)
+
+# Jobs of an array write run.json's kin and rejects.jsonl from several machines, and processes come and
+# go: names of temporary files must differ between all of them.
+_PROCESS = secrets.token_hex(4)
+_COUNTER = itertools.count()
 
 
 def sample_path(row: int, turn: int, suffix: str = SUFFIX) -> str:
@@ -46,8 +56,11 @@ def sample_path(row: int, turn: int, suffix: str = SUFFIX) -> str:
     return f"{SAMPLES}/{row // ROWS_A_FOLDER:05d}/{stem}{suffix}"
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+# Tuples, and paths as text: a writer makes these for every sample while another thread launches kernels,
+# which waits for each microsecond of the interpreter that they take.
+
+
+class Blob(NamedTuple):
     """A tensor on its way into a file.
 
     Attributes:
@@ -63,8 +76,9 @@ class Blob:
     def of(cls, tensor: torch.Tensor) -> "Blob":
         """A view, not a copy; the tensor must be contiguous and on the CPU."""
         assert tensor.is_contiguous() and tensor.device.type == "cpu", tensor.shape
-        flat = tensor.reshape(-1).view(torch.uint8)
-        return cls(tensor.dtype, tuple(tensor.shape), flat.numpy().data)
+        plain = tensor.view(torch.uint8) if tensor.dtype in NOT_IN_NUMPY else tensor
+        data = plain.numpy().reshape(-1).view(np.uint8).data
+        return cls(tensor.dtype, tuple(tensor.shape), data)
 
 
 def safetensors_header(tensors: Mapping[str, Blob], metadata: Mapping[str, str]) -> bytes:
@@ -78,7 +92,7 @@ def safetensors_header(tensors: Mapping[str, Blob], metadata: Mapping[str, str])
             "data_offsets": [offset, offset + blob.data.nbytes],
         }
         offset += blob.data.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = compact_json(entries)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -95,21 +109,23 @@ def native_metadata(sample: Sample, model: str, states: str) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """What the journal says of a file: its size and the xxh3-64 of its bytes, in hex."""
 
     size: int
     xxh3: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(NamedTuple):
     """A whole file that has no name yet: written under a temporary one."""
 
-    temporary: Path
-    path: Path
+    temporary: str
+    path: str
     written: Written
+
+    @property
+    def folder(self) -> str:
+        return os.path.dirname(self.path)
 
     def sync(self) -> None:
         """Force its bytes to disk. Raises OSError with the file's name."""
@@ -118,7 +134,7 @@ class Pending:
     def commit(self) -> Written:
         """Give it its name. Raises OSError with the file's name; the temporary file is gone then."""
         try:
-            self.temporary.rename(self.path)
+            os.rename(self.temporary, self.path)
         except OSError as error:
             self.discard()
             raise _named(error, self.path) from None
@@ -126,15 +142,18 @@ class Pending:
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
-            self.temporary.unlink()
+            os.unlink(self.temporary)
 
 
-def write_pending(path: Path, parts: Sequence[bytes | memoryview], sync: bool = False) -> Pending:
-    """Write parts one after the other to a temporary name beside path.
+def write_pending(
+    path: str | Path, parts: Sequence[bytes | memoryview], sync: bool = False
+) -> Pending:
+    """Write parts, flat bytes each, one after the other to a temporary name beside path.
 
     Raises OSError with path's name; the temporary file is gone then."""
-    # Jobs of an array write run.json's kin and rejects.jsonl from several machines.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    path = os.fspath(path)
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{_PROCESS}{next(_COUNTER):x}{TEMPORARY}")
     digest = xxhash.xxh3_64()
     size = 0
     try:
@@ -143,14 +162,14 @@ def write_pending(path: Path, parts: Sequence[bytes | memoryview], sync: bool = 
             for part in parts:
                 digest.update(part)
                 size += len(part)
-            _write_all(descriptor, parts)
+            _write_all(descriptor, parts, size)
             if sync:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)
         raise _named(error, path) from None
     return Pending(temporary, path, Written(size, digest.hexdigest()))
 
@@ -164,7 +183,7 @@ def write_whole(path: Path, parts: Sequence[bytes | memoryview], sync: bool) -> 
     return write_pending(path, parts, sync).commit()
 
 
-def sync_path(path: Path, named: Path | None = None) -> None:
+def sync_path(path: str | Path, named: str | Path | None = None) -> None:
     """fsync a file, or a folder so that the names in it are on disk. Raises OSError with its name."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -176,7 +195,7 @@ def sync_path(path: Path, named: Path | None = None) -> None:
         raise _named(error, named or path) from None
 
 
-def _named(error: OSError, path: Path) -> OSError:
+def _named(error: OSError, path: str | Path) -> OSError:
     """The same error, saying which file of the user's it is about, not which temporary name."""
     error.filename, error.filename2 = str(path), None
     return error
@@ -219,24 +238,36 @@ def refuse_links(output: Path) -> None:
             )
 
 
-def _create(path: Path) -> int:
+def _create(path: str) -> int:
     # O_NOFOLLOW and O_EXCL: a planted link or leftover is never written through.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with contextlib.suppress(FileNotFoundError):
+    try:
         return os.open(path, flags, 0o644)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
     return os.open(path, flags, 0o644)
 
 
-def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-    pending = [memoryview(part).cast("B") for part in parts if len(part)]
-    while pending:
-        written = os.writev(descriptor, pending[:64])
+def _write_all(descriptor: int, parts: Sequence[bytes | memoryview], size: int) -> None:
+    written = os.writev(descriptor, parts[:MOST_PARTS])
+    if written == size:
+        return
+    pending = [memoryview(part) for part in parts if len(part)]  # a disk that fills takes a part
+    while True:
         while pending and written >= len(pending[0]):
-            written -= len(pending[0])
-            pending.pop(0)
-        if written:
-            pending[0] = pending[0][written:]
+            written -= len(pending.pop(0))
+        if not pending:
+            return
+        pending[0] = pending[0][written:]
+        written = os.writev(descriptor, pending[:MOST_PARTS])
+
+
+def compact_json(value: object) -> bytes:
+    """JSON without spaces; half a surrogate pair, which has no UTF-8, as its escape."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def json_line(value: object) -> bytes:

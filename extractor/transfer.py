@@ -104,20 +104,20 @@ class StagedBatch:
     def _all_finite(self) -> bool:
         return bool(self._finite.all())
 
-    def _rows(self, plane: Plane, sequence: int) -> tuple[int, slice]:
-        """How many tokens a sequence has, and where a plane's rows of it are in the buffer."""
-        begin, end = self.batch.offsets[sequence : sequence + 2]
-        base, size = self._bases[plane.key], plane.row_bytes
-        return end - begin, slice(base + begin * size, base + end * size)
-
     def tensor(self, plane: Plane, sequence: int) -> torch.Tensor:
         """One sequence's rows of a plane: a view of the buffer, [T, width] or [T]."""
-        tokens, rows = self._rows(plane, sequence)
-        return self.buffer[rows].view(plane.dtype).view(plane.shape(tokens))
+        blob = self.blobs(sequence)[plane.key]
+        return torch.frombuffer(blob.data, dtype=blob.dtype).view(blob.shape)
 
-    def blob(self, plane: Plane, sequence: int) -> Blob:
-        tokens, rows = self._rows(plane, sequence)
-        return Blob(plane.dtype, plane.shape(tokens), self._bytes[rows])
+    def blobs(self, sequence: int) -> dict[str, Blob]:
+        """One sequence's rows of every plane, by its key: pieces of the buffer."""
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        blobs: dict[str, Blob] = {}
+        for plane in self.planes:
+            base, size = self._bases[plane.key], plane.row_bytes
+            data = self._bytes[base + begin * size : base + end * size]
+            blobs[plane.key] = Blob(plane.dtype, plane.shape(end - begin), data)
+        return blobs
 
     def first_bad_token(self, sequence: int) -> tuple[Plane, int] | None:
         """The first token with a value that is not finite, and the plane it is in, if any."""

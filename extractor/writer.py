@@ -23,20 +23,17 @@ from extractor.journal import Journal
 from extractor.layout import Plane
 from extractor.layouts import Layout
 from extractor.records import Reject, Sample
-from extractor.store import (
-    Pending,
-    Written,
-    sync_path,
-    write_pending,
-)
+from extractor.store import Pending, Written, sync_path, write_pending
 from extractor.transfer import HostRing, StagedBatch
 
 logger = logging.getLogger(__name__)
 
 NON_FINITE = "non_finite"
 
-# Writes one file under a temporary name: (path, parts, sync). Tests put faulty ones here.
-WriteFile = Callable[[Path, list[bytes | memoryview], bool], Pending]
+# Samples that a thread writes before it asks for more: one request, one lock and one write of the
+# journal for all of them, and little to wait for when one thread is last.
+SAMPLES_A_TASK = 8
+
 Durability = Literal["none", "file", "group"]
 
 
@@ -77,7 +74,7 @@ class Writer:
             program loses nothing, a power cut may. "file": each file, its folder's entry and its
             journal line, one after the other. "group": a batch's files, then their folders, then
             its journal lines.
-        write_file, landing: how a file is written and a copy watched; tests put their own.
+        landing: how a copy is watched.
     """
 
     def __init__(
@@ -89,12 +86,11 @@ class Writer:
         layout: Layout,
         threads: int,
         durability: Durability = "none",
-        write_file: WriteFile = write_pending,
         landing: Landing = _unwatched,
     ) -> None:
-        self._output, self._journal, self._ring = output, journal, ring
-        self._layout, self._durability = layout, durability
-        self._write_file, self._landing = write_file, landing
+        self._top, self._journal, self._ring = f"{output}/", journal, ring
+        self._layout, self._durability, self._landing = layout, durability, landing
+        self._threads = threads
         self.progress = Progress()
         self.rejects: list[Reject] = []
         self._error: BaseException | None = None
@@ -138,21 +134,31 @@ class Writer:
                 self._ring.release(staged.buffer)
 
     def _scatter(self, staged: StagedBatch) -> None:
-        group = Group(len(staged.batch.samples))
+        count = len(staged.batch.samples)
+        group = Group(count)
+        size = min(-(-count // self._threads), SAMPLES_A_TASK)
+        for begin in range(0, count, size):
+            self._pool.submit(self._task, staged, group, range(begin, min(begin + size, count)))
 
-        def write(sequence: int) -> None:
-            pending: Pending | None = None
+    def _task(self, staged: StagedBatch, group: "Group", sequences: range) -> None:
+        """Write some samples of a batch; whoever is the last of its batch ends it."""
+        pending: list[tuple[Sample, Pending]] = []
+        done: list[tuple[Sample, Written]] = []
+        try:
+            begun = time.perf_counter()
             try:
-                if self._error is None:
-                    pending = self._write(staged, sequence)
-            except BaseException as error:
-                self._fail(error)
-            if group.add(staged.batch.samples[sequence], pending):
-                self._ring.release(staged.buffer)
-                self._finish(group)
-
-        for sequence in range(len(staged.batch.samples)):
-            self._pool.submit(write, sequence)
+                for sequence in sequences:
+                    if self._error is not None:
+                        break
+                    self._write(staged, sequence, pending, done)
+            finally:  # also of those before one that failed
+                self._journal.finished_together(done)
+                self._count(done, time.perf_counter() - begun)
+        except BaseException as error:
+            self._fail(error)
+        if group.add(len(sequences), pending):
+            self._ring.release(staged.buffer)
+            self._finish(group)
 
     def _finish(self, group: "Group") -> None:
         """What a batch written in group mode still needs, or on an error all that is left of it."""
@@ -169,36 +175,38 @@ class Writer:
             if self._error is None:
                 self._error = error
 
-    def _write(self, staged: StagedBatch, sequence: int) -> Pending | None:
-        """Write one sample; in group mode all but its name and line, which its group gives it."""
+    def _write(
+        self,
+        staged: StagedBatch,
+        sequence: int,
+        pending: list[tuple[Sample, Pending]],
+        done: list[tuple[Sample, Written]],
+    ) -> None:
+        """Write one sample. It joins `pending` when its group is to give it its name, `done` when its
+        line is to be written, and neither when it was rejected or its line is on disk."""
         sample = staged.batch.samples[sequence]
         bad = staged.first_bad_token(sequence)
         if bad is not None:
             self._reject(staged, sequence, *bad)
-            return None
-        begun = time.perf_counter()
-        tensors = {plane.key: staged.blob(plane, sequence) for plane in staged.planes}
-        parts = self._layout.parts(sample, tensors)
-        path = self._output / self._layout.path(sample.row, sample.turn)
-        pending = self._write_file(path, parts, self._durability == "file")
-        self._spent(time.perf_counter() - begun)
+            return
+        parts = self._layout.parts(sample, staged.blobs(sequence))
+        path = self._top + self._layout.path(sample.row, sample.turn)
+        file = write_pending(path, parts, sync=self._durability == "file")
         if self._durability == "group":
-            return pending
-        written = pending.commit()
+            pending.append((sample, file))
+            return
+        done.append((sample, file.commit()))
         if self._durability == "file":
-            sync_path(path.parent)
-        self._journal.finished(sample, written)
-        self._count([(sample, written)])
-        return None
+            sync_path(file.folder)
+            self._journal.finished_together(done)
+            self._count(done)
+            done.clear()
 
-    def _count(self, items: Sequence[tuple[Sample, Written]]) -> None:
+    def _count(self, items: Sequence[tuple[Sample, Written]], seconds: float = 0.0) -> None:
         with self._lock:
             self.progress.samples += len(items)
             self.progress.tokens += sum(len(sample) for sample, _ in items)
             self.progress.bytes += sum(written.size for _, written in items)
-
-    def _spent(self, seconds: float) -> None:
-        with self._lock:
             self.progress.write_seconds += seconds
 
     def _reject(self, staged: StagedBatch, sequence: int, plane: Plane, token: int) -> None:
@@ -232,12 +240,11 @@ class Group:
         self._pending: list[tuple[Sample, Pending]] = []
         self._lock = threading.Lock()
 
-    def add(self, sample: Sample, pending: Pending | None) -> bool:
-        """One sample more; None when nothing is left to do for it. True for the last."""
+    def add(self, count: int, pending: Sequence[tuple[Sample, Pending]]) -> bool:
+        """That many samples are dealt with, but for those pending. True for the last."""
         with self._lock:
-            if pending is not None:
-                self._pending.append((sample, pending))
-            self._left -= 1
+            self._pending += pending
+            self._left -= count
             return self._left == 0
 
     def commit(
@@ -247,7 +254,7 @@ class Group:
         for _, pending in self._pending:
             pending.sync()
         done = [(sample, pending.commit()) for sample, pending in self._pending]
-        for folder in {pending.path.parent for _, pending in self._pending}:
+        for folder in {pending.folder for _, pending in self._pending}:
             sync_path(folder)
         self._pending.clear()
         journal.finished_together(done)

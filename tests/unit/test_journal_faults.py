@@ -69,5 +69,5 @@ def test_sweeping_leaves_other_rows_alone(tmp_path: Path) -> None:
     write_whole(tmp_path / "000000003.safetensors", [b"x"], sync=True)
     names = {"000000001.safetensors", "000000003.safetensors"}
     assert sweep_temporaries(tmp_path, names) == 1
-    assert not mine.temporary.exists() and other.temporary.exists()
+    assert not Path(mine.temporary).exists() and Path(other.temporary).exists()
     assert (tmp_path / "000000003.safetensors").exists()

@@ -8,6 +8,7 @@ The two are timed in turn, --repeats times each; the last line is JSON with ever
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,17 +26,16 @@ from extractor import memory, plan
 from extractor.config import ExtractConfig
 from extractor.data.prepare import prepare
 from extractor.engine import sglang as engine_sglang
-from extractor.journal import Journal
+from extractor.engine.sglang import SGLangEngine
 from extractor.layouts import LAYOUTS
 from extractor.model import ModelSpec
-from extractor.pipeline import DTYPES, Prefetch, Waits, pump
+from extractor.pipeline import DTYPES
+from extractor.pump import write_batches
 from extractor.records import Batch
 from extractor.signals import StopSignals
 from extractor.states import States
 from extractor.topology import Place, World
-from extractor.transfer import HostRing, Stager
 from extractor.watch import Watch
-from extractor.writer import Writer
 
 
 def main() -> None:
@@ -47,8 +48,11 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int)
     parser.add_argument("--layers", default="eagle3")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--writers", type=int, default=8)
+    parser.add_argument("--writers", type=int)
     parser.add_argument("--output", type=Path, help="where files go; default: a temporary folder")
+    parser.add_argument(
+        "--profile", type=Path, help="write a table of one bare pass's kernels there"
+    )
     parser.add_argument("--sglang", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="bench-extract-"))
@@ -82,12 +86,11 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         dtype=DTYPES[spec.dtype],
         model=spec.path.name,
     )
-    planes = layout.planes
     budget = memory.choose(
         spec,
         device=device.type,
         tp=place.tp,
-        row_bytes=sum(plane.row_bytes for plane in planes),
+        row_bytes=layout.row_bytes,
         longest=int(store.lengths.max()),
         batch_tokens=args.batch_tokens,
         host_gib=None,
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
     ]
     world.join_replica(device)
     loading = time.perf_counter()
-    engine = engine_sglang.SGLangEngine(
+    engine = SGLangEngine(
         spec,
         states,
         place,
@@ -116,8 +119,6 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         ),
     )
     loaded = time.perf_counter()
-    ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
-    stager = Stager(planes, ring, device)
     total = int(tokens.sum())
 
     def bare() -> float:
@@ -130,45 +131,40 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         return time.perf_counter() - mark
 
     watch = Watch(world.board(), 0, 1, StopSignals(), stuck_after=0)
+    turns = itertools.count()
 
-    def whole() -> tuple[float, int, Waits]:
+    def whole() -> dict[str, Any]:
         engine.mark(states)
         shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True)
-        journal = Journal(output / "journal/0000.jsonl")
-        waits = Waits()
         _synchronize(device)
-        mark = time.perf_counter()
-        writer = Writer(
-            output,
-            journal,
-            ring,
+        _, wrote = write_batches(
+            engine,
+            world,
+            watch,
+            store=store,
+            batches=order,
             layout=layout,
+            budget=budget,
+            output=output,
+            journal="0000.jsonl",
             threads=args.writers,
+            counter=f"batch{next(turns)}",
         )
-        source = Prefetch(iter(range(len(batches))), lambda n: batches[n])
-        pump(engine, world, source, stager, ring, writer, waits, watch, lambda: None)
-        seconds = time.perf_counter() - mark
-        journal.close()
-        assert writer.progress.samples == len(store.lengths), writer.progress
-        return seconds, writer.progress.bytes, waits
+        assert wrote["samples"] == len(store.lengths), wrote
+        return wrote
 
     bare(), whole()  # kernels are compiled and buffers pinned once; not counted
     runs = []
     for _ in range(args.repeats):
-        bare_seconds = bare()
-        whole_seconds, written, waits = whole()
+        bare_seconds, wrote = bare(), whole()
         runs.append(
             {
                 "bare_tokens_per_s": round(total / bare_seconds),
-                "whole_tokens_per_s": round(total / whole_seconds),
-                "share": round(bare_seconds / whole_seconds, 4),
-                "gb_per_s": round(written / whole_seconds / 1e9, 3),
-                "waits": {
-                    "data": round(waits.data, 2),
-                    "disk": round(waits.disk, 2),
-                    "model": round(waits.model, 2),
-                },
+                "whole_tokens_per_s": round(total / wrote["seconds"]),
+                "share": round(bare_seconds / wrote["seconds"], 4),
+                "gb_per_s": round(wrote["bytes"] / wrote["seconds"] / 1e9, 3),
+                "waits": wrote["waits"],
             }
         )
         print(runs[-1], flush=True)
@@ -192,10 +188,13 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         "fill": round(total / len(batches) / budget.max_tokens, 4),
         **middle,
         "runs": runs,
+        **one_pass(engine, max(batches, key=lambda batch: batch.num_tokens), device),
         "import_s": round(loading - begun, 1),
         "load_s": round(loaded - loading, 1),
         "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2),
     }
+    if args.profile:
+        profile(engine, max(batches, key=lambda batch: batch.num_tokens), args.profile)
     if device.type == "cuda":
         peak = matrix_flops(device)
         result["device_peak_gib"] = round(torch.cuda.max_memory_allocated() / (1 << 30), 2)
@@ -205,6 +204,39 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         result["active_parameters"] = active
         result["weights_share_of_matrix_ceiling"] = round(2 * active * whole_rate / peak, 4)
     return result
+
+
+def one_pass(engine: SGLangEngine, batch: Batch, device: torch.device) -> dict[str, float]:
+    """Milliseconds of one bare pass: until its kernels are launched, and until they are done. A pipeline
+    is at most as fast as the larger of the two."""
+    engine.capture.remove()
+    launched, done = [], []
+    for _ in range(5):
+        _synchronize(device)
+        mark = time.perf_counter()
+        engine.forward_bare(batch)
+        launched.append(time.perf_counter() - mark)
+        _synchronize(device)
+        done.append(time.perf_counter() - mark)
+    middle = statistics.median
+    return {
+        "launch_ms": round(1e3 * middle(launched), 2),
+        "pass_ms": round(1e3 * middle(done), 2),
+    }
+
+
+def profile(engine: SGLangEngine, batch: Batch, path: Path) -> None:
+    """Where a bare pass's time goes, by kernel, as a table."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine.capture.remove()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        engine.forward_bare(batch)
+        torch.cuda.synchronize()
+    table = seen.key_averages().table(
+        sort_by="self_device_time_total", row_limit=40, max_name_column_width=90
+    )
+    path.write_text(f"{batch}\n{table}\n")
 
 
 def matrix_flops(device: torch.device, size: int = 8192, repeats: int = 20) -> float:

@@ -155,19 +155,20 @@ def _drop_cut_line(descriptor: int) -> None:
 
 
 def read_entries(output: Path, ends: dict[str, int] | None = None) -> Iterator[Entry]:
-    """Every line of every journal, in order of file name and line; lines cut by a crash are passed
-    over, since what they spoke of is not done.
+    """Every line of every journal, in order of file name and line; lines cut by a crash, if only of
+    their newline, are passed over, since what they spoke of is not done.
 
     ends: how far each journal has been read; reading starts there and moves it on, so that whoever
-    watches a growing folder sees each line once. A last line without its newline waits."""
+    watches a growing folder sees each line once."""
     for path in sorted((output / JOURNAL).glob("*.jsonl")):
         with path.open("rb") as handle:
             if ends is not None:
                 handle.seek(ends.get(path.name, 0))
             for line in handle:
+                # Not even when it reads as a whole one: the next writer of this journal drops it.
+                if not line.endswith(b"\n"):
+                    break
                 if ends is not None:
-                    if not line.endswith(b"\n"):
-                        break
                     ends[path.name] = ends.get(path.name, 0) + len(line)
                 entry = _read_line(line)
                 if entry is not None:

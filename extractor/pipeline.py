@@ -7,13 +7,10 @@ import importlib.metadata
 import io
 import logging
 import os
-import queue
 import secrets
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,14 +25,12 @@ from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
 from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.engine import sglang as engine_sglang
-from extractor.engine.base import Backend, Engine, EngineOptions
+from extractor.engine.base import Backend, EngineOptions
 from extractor.errors import RunError, UsageError, disk_error
 from extractor.journal import (
-    JOURNAL,
     REJECTS,
     RUN,
     Done,
-    Journal,
     find_done,
     read_run,
     write_rejects,
@@ -46,8 +41,8 @@ from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.memory import Budget
 from extractor.model import ModelSpec
 from extractor.plan import Plan
-from extractor.progress import ProgressLine, Timeline, say
-from extractor.records import Batch
+from extractor.progress import ProgressLine, say
+from extractor.pump import follow, write_batches
 from extractor.signals import Stopped, StopSignals
 from extractor.states import States
 from extractor.store import (
@@ -60,9 +55,7 @@ from extractor.store import (
 )
 from extractor.topk import check_topk
 from extractor.topology import Place, World, is_broken_connection, record_error
-from extractor.transfer import HostRing, Stager
 from extractor.watch import Watch
-from extractor.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +81,6 @@ class Job:
         dtype: stored dtype.
         store: path of the prepared store, which writers open.
         plan: path of the batches' file, or "" when rank 0 is the only writer.
-        batches: how many there are.
         budget: sizes of a batch.
         answer: an exit code when there is nothing to run, else None.
     """
@@ -99,7 +91,6 @@ class Job:
     dtype: str = ""
     store: str = ""
     plan: str = ""
-    batches: int = 0
     budget: dict[str, int] = dataclasses.field(default_factory=dict)
     answer: int | None = None
 
@@ -359,7 +350,6 @@ def _lead(
         dtype=dtype,
         store=str(store.path),
         plan=str(_write_plan(config, lead.plan)) if place.replicas > 1 else "",
-        batches=len(lead.plan),
         budget=asdict(budget),
     )
     return job, lead
@@ -618,8 +608,20 @@ def _work(
     store = lead.store if lead else PreparedStore.open(Path(job.store))
     batches = lead.plan if lead else _read_plan(job.plan)
     mark = time.perf_counter()
-    stopped, stats = _write_all(
-        config, place, world, device, job, spec, engine, store, batches, watch
+    index, count = config.shard_index
+    prefix = "" if count == 1 else f"s{index}of{count}-"
+    stopped, stats = write_batches(
+        engine,
+        world,
+        watch,
+        store=store,
+        batches=batches,
+        layout=_layout(config, job.stored, spec, DTYPES[job.dtype], store),
+        budget=budget,
+        output=config.output,
+        journal=f"{prefix}{place.replica:04d}.jsonl",
+        durability=config.durability,
+        threads=config.writers,
     )
     watch.stop.drained()
     world.tell(f"done/{place.replica}", {**stats, "stopped": stopped})
@@ -655,210 +657,3 @@ def _together(world: World, what: str, watch: Watch) -> None:
         met = not world.call_off(what, world.place.replica)
     if not met:
         raise Stopped(what)
-
-
-def _write_all(
-    config: ExtractConfig,
-    place: Place,
-    world: World,
-    device: torch.device,
-    job: Job,
-    spec: ModelSpec,
-    engine: Engine,
-    store: PreparedStore,
-    batches: Plan,
-    watch: Watch,
-) -> tuple[bool, dict[str, Any]]:
-    """A writer's run: its replica's batches from the shared counter to files."""
-    # The loop launches hundreds of kernels a batch and asks for the interpreter at each; writers that
-    # keep it for the usual 5 ms would starve the device.
-    sys.setswitchinterval(0.0005)
-    budget = Budget(**job.budget)
-    layout = _layout(config, job.stored, spec, DTYPES[job.dtype], store)
-    ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
-    index, count = config.shard_index
-    prefix = "" if count == 1 else f"s{index}of{count}-"
-    journal = Journal(
-        config.output / JOURNAL / f"{prefix}{place.replica:04d}.jsonl",
-        sync=config.durability != "none",
-    )
-    writer = Writer(
-        config.output,
-        journal,
-        ring,
-        layout=layout,
-        threads=config.writers or min(8, max(len(os.sched_getaffinity(0)), 2)),
-        durability=config.durability,
-        landing=watch.step,
-    )
-    total = int(batches.tokens(store.lengths).sum())
-    line = ProgressLine("extracting", total, "token", quiet=place.rank != 0)
-    waits, timeline = Waits(), Timeline()
-
-    def numbers() -> Iterator[int]:
-        while (number := world.next_number("batch")) < job.batches:
-            yield number
-
-    def make(number: int) -> Batch:
-        return Batch.of(number, tuple(store.sample(int(i)) for i in batches.batch(number)))
-
-    def step() -> None:
-        at, done = time.perf_counter() - begun, writer.progress
-        timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
-        line.set(
-            done.tokens,
-            lambda: f"{done.bytes / at / 1e9:.2f} GB/s, waits for {waits.most()}",
-        )
-
-    source = Prefetch(numbers(), make)
-    begun = time.perf_counter()
-    try:
-        stopped = pump(
-            engine,
-            world,
-            source,
-            Stager(layout.planes, ring, device),
-            ring,
-            writer,
-            waits,
-            watch,
-            step,
-        )
-    finally:
-        source.close()
-        line.close()
-    journal.close()
-    seconds = time.perf_counter() - begun
-    progress = writer.progress
-    return stopped, {
-        "replica": place.replica,
-        "seconds": round(seconds, 3),
-        "samples": progress.samples,
-        "rejected": progress.rejected,
-        "tokens": progress.tokens,
-        "bytes": progress.bytes,
-        "tokens_per_second": round(progress.tokens / seconds, 1),
-        "waits": {name: round(value, 3) for name, value in asdict(waits).items()},
-        "writing": round(progress.write_seconds, 3),
-        "timeline": timeline.points,
-    }
-
-
-@dataclass(slots=True)
-class Waits:
-    """Seconds that the loop stood still, by what it waited for; `model` is time inside forward."""
-
-    data: float = 0.0
-    disk: float = 0.0
-    model: float = 0.0
-
-    def most(self) -> str:
-        return max(
-            ("data", self.data), ("disk", self.disk), ("the model", self.model), key=_second
-        )[0]
-
-
-def _second(pair: tuple[str, float]) -> float:
-    return pair[1]
-
-
-def pump(
-    engine: Engine,
-    world: World,
-    source: "Prefetch",
-    stager: Stager,
-    ring: HostRing,
-    writer: Writer,
-    waits: Waits,
-    watch: Watch,
-    on_step: Callable[[], None],
-) -> bool:
-    """Batches through the model to the writer, until there are no more or a signal came.
-
-    The host buffer is taken before the replica hears of a batch, so that when the disk is behind the
-    other ranks wait here, in a CPU broadcast, and never in a collective on the GPU. Returns whether it
-    was stopped; raises the writer's error, and PeerError when another rank has failed."""
-    stop, stopped = watch.stop, False
-    clock = time.perf_counter
-
-    def check() -> None:
-        writer.check()
-        watch.check()
-        if stop.asked is not None:  # the batch that waits for a buffer has not begun
-            raise Stopped(stop.asked)
-
-    try:
-        while True:
-            mark = clock()
-            batch = None if stop.asked else source.next()
-            waits.data += clock() - mark
-            stopped = stop.asked is not None
-            if batch is None:
-                break
-            mark = clock()
-            try:
-                buffer = ring.acquire(stager.nbytes(batch.num_tokens), check)
-            except Stopped:
-                stopped = True
-                break
-            waits.disk += clock() - mark
-            mark = clock()
-            with watch.step("pass", str(batch), batch.num_tokens):
-                world.share_batch(batch)
-                captured = engine.forward(batch)
-            writer.submit(stager.stage(captured, buffer))
-            waits.model += clock() - mark
-            on_step()
-        world.share_batch(None)
-    finally:
-        writer.close()
-    on_step()
-    return stopped
-
-
-def follow(engine: Engine, world: World, watch: Watch) -> None:
-    """A rank that computes and does not write: the same batches, until the writer says no more."""
-    while (batch := world.share_batch(None)) is not None:
-        with watch.step("pass", str(batch), batch.num_tokens):
-            engine.forward(batch)
-
-
-class Prefetch:
-    """Makes the next batches in a thread while the model runs."""
-
-    def __init__(
-        self, numbers: Iterator[int], make: Callable[[int], Batch], depth: int = 2
-    ) -> None:
-        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._fill, args=(numbers, make), name="prefetch", daemon=True
-        )
-        self._thread.start()
-
-    def _fill(self, numbers: Iterator[int], make: Callable[[int], Batch]) -> None:
-        item: Batch | BaseException | None = None
-        try:
-            for number in numbers:
-                if not self._put(make(number)):
-                    return
-        except BaseException as error:
-            item = error
-        self._put(item)
-
-    def _put(self, item: Batch | BaseException | None) -> bool:
-        while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._queue.put(item, timeout=0.2)
-                return True
-        return False
-
-    def next(self) -> Batch | None:
-        """The next batch, or None at the end. Raises what making it raised."""
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise RunError(f"cannot read the prepared samples: {item!r}") from item
-        return item
-
-    def close(self) -> None:
-        self._closed.set()

@@ -34,7 +34,7 @@ def journalled(output: Path) -> dict[int, dict[str, object]]:
     """Row to its last whole journal line."""
     lines: dict[int, dict[str, object]] = {}
     for path in sorted((output / "journal").glob("*.jsonl")):
-        for line in path.read_bytes().split(b"\n"):
+        for line in path.read_bytes().split(b"\n")[:-1]:  # what has no newline is no line
             try:
                 value = json.loads(line)
                 lines[value["row"]] = value

@@ -1,0 +1,244 @@
+"""A writer's run: batches from the shared counter through the model to files; and what the other ranks
+of its replica do meanwhile."""
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from extractor.data.store import PreparedStore
+from extractor.engine.base import Engine
+from extractor.errors import RunError
+from extractor.journal import JOURNAL, Journal
+from extractor.layouts import Layout
+from extractor.memory import Budget
+from extractor.plan import Plan
+from extractor.progress import ProgressLine, Timeline
+from extractor.records import Batch
+from extractor.signals import Stopped
+from extractor.topology import World
+from extractor.transfer import HostRing, Stager
+from extractor.watch import Watch
+from extractor.writer import Durability, Writer
+
+# The loop launches hundreds of kernels a batch and asks for the interpreter at each: a thread that kept
+# it for the usual 5 ms would starve the device.
+SWITCH_SECONDS = 0.0005
+MOST_WRITERS = 8
+
+
+def write_batches(
+    engine: Engine,
+    world: World,
+    watch: Watch,
+    *,
+    store: PreparedStore,
+    batches: Plan,
+    layout: Layout,
+    budget: Budget,
+    output: Path,
+    journal: str,
+    durability: Durability = "none",
+    threads: int | None = None,
+    counter: str = "batch",
+) -> tuple[bool, dict[str, Any]]:
+    """Write this replica's share of the batches.
+
+    Args:
+        batches: all of them, of all replicas.
+        journal: name of this writer's.
+        threads: that write files; None for as many as cores, up to MOST_WRITERS.
+        counter: in torchrun's store, from which replicas take numbers of batches.
+
+    Returns whether a signal stopped it, and what run.json says of it. Raises what pump raises.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
+    device = engine.info.device
+    ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
+    lines = Journal(output / JOURNAL / journal, sync=durability != "none")
+    writer = Writer(
+        output,
+        lines,
+        ring,
+        layout=layout,
+        threads=threads or min(MOST_WRITERS, max(len(os.sched_getaffinity(0)), 2)),
+        durability=durability,
+        landing=watch.step,
+    )
+    total = int(batches.tokens(store.lengths).sum())
+    line = ProgressLine("extracting", total, "token", quiet=world.place.rank != 0)
+    waits, timeline = Waits(), Timeline()
+
+    def numbers() -> Iterator[int]:
+        while (number := world.next_number(counter)) < len(batches):
+            yield number
+
+    def make(number: int) -> Batch:
+        return Batch.of(number, tuple(store.sample(int(i)) for i in batches.batch(number)))
+
+    def step() -> None:
+        at, done = time.perf_counter() - begun, writer.progress
+        timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
+        line.set(
+            done.tokens,
+            lambda: f"{done.bytes / at / 1e9:.2f} GB/s, waits for {waits.most()}",
+        )
+
+    source = Prefetch(numbers(), make)
+    begun = time.perf_counter()
+    try:
+        stopped = pump(
+            engine,
+            world,
+            source,
+            Stager(layout.planes, ring, device),
+            ring,
+            writer,
+            waits,
+            watch,
+            step,
+        )
+    finally:
+        source.close()
+        line.close()
+    lines.close()
+    seconds = time.perf_counter() - begun
+    progress = writer.progress
+    return stopped, {
+        "replica": world.place.replica,
+        "seconds": round(seconds, 3),
+        "samples": progress.samples,
+        "rejected": progress.rejected,
+        "tokens": progress.tokens,
+        "bytes": progress.bytes,
+        "tokens_per_second": round(progress.tokens / seconds, 1),
+        "waits": {name: round(value, 3) for name, value in asdict(waits).items()},
+        "writing": round(progress.write_seconds, 3),
+        "timeline": timeline.points,
+    }
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds that the loop stood still, by what it waited for; `model` is time inside forward."""
+
+    data: float = 0.0
+    disk: float = 0.0
+    model: float = 0.0
+
+    def most(self) -> str:
+        return max(
+            ("data", self.data), ("disk", self.disk), ("the model", self.model), key=_second
+        )[0]
+
+
+def _second(pair: tuple[str, float]) -> float:
+    return pair[1]
+
+
+def pump(
+    engine: Engine,
+    world: World,
+    source: "Prefetch",
+    stager: Stager,
+    ring: HostRing,
+    writer: Writer,
+    waits: Waits,
+    watch: Watch,
+    on_step: Callable[[], None],
+) -> bool:
+    """Batches through the model to the writer, until there are no more or a signal came.
+
+    The host buffer is taken before the replica hears of a batch, so that when the disk is behind the
+    other ranks wait here, in a CPU broadcast, and never in a collective on the GPU. Returns whether it
+    was stopped; raises the writer's error, and PeerError when another rank has failed."""
+    stop, stopped = watch.stop, False
+    clock = time.perf_counter
+
+    def check() -> None:
+        writer.check()
+        watch.check()
+        if stop.asked is not None:  # the batch that waits for a buffer has not begun
+            raise Stopped(stop.asked)
+
+    try:
+        while True:
+            mark = clock()
+            batch = None if stop.asked else source.next()
+            waits.data += clock() - mark
+            stopped = stop.asked is not None
+            if batch is None:
+                break
+            mark = clock()
+            try:
+                buffer = ring.acquire(stager.nbytes(batch.num_tokens), check)
+            except Stopped:
+                stopped = True
+                break
+            waits.disk += clock() - mark
+            mark = clock()
+            with watch.step("pass", str(batch), batch.num_tokens):
+                world.share_batch(batch)
+                captured = engine.forward(batch)
+            writer.submit(stager.stage(captured, buffer))
+            waits.model += clock() - mark
+            on_step()
+        world.share_batch(None)
+    finally:
+        writer.close()
+    on_step()
+    return stopped
+
+
+def follow(engine: Engine, world: World, watch: Watch) -> None:
+    """A rank that computes and does not write: the same batches, until the writer says no more."""
+    while (batch := world.share_batch(None)) is not None:
+        with watch.step("pass", str(batch), batch.num_tokens):
+            engine.forward(batch)
+
+
+class Prefetch:
+    """Makes the next batches in a thread while the model runs."""
+
+    def __init__(
+        self, numbers: Iterator[int], make: Callable[[int], Batch], depth: int = 2
+    ) -> None:
+        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._fill, args=(numbers, make), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _fill(self, numbers: Iterator[int], make: Callable[[int], Batch]) -> None:
+        item: Batch | BaseException | None = None
+        try:
+            for number in numbers:
+                if not self._put(make(number)):
+                    return
+        except BaseException as error:
+            item = error
+        self._put(item)
+
+    def _put(self, item: Batch | BaseException | None) -> bool:
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(item, timeout=0.2)
+                return True
+        return False
+
+    def next(self) -> Batch | None:
+        """The next batch, or None at the end. Raises what making it raised."""
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise RunError(f"cannot read the prepared samples: {item!r}") from item
+        return item
+
+    def close(self) -> None:
+        self._closed.set()

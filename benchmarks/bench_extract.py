@@ -1,10 +1,12 @@
-"""The whole pipeline against the bare forward of the same batches, in one process and one run.
+"""The whole pipeline against the bare forward of the same batches, in one replica and one run.
 
     python -m benchmarks.bench_extract --shape qwen3-8b --samples 1024 --output /dev/shm/bench
     python -m benchmarks.bench_extract --model PATH --device cpu --samples 64 --longest 512
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_extract --shape llama-3-70b --tp 4
 
 Dummy weights of a public shape (or a real checkpoint by --model), pre-tokenized rows, real files.
 The two are timed in turn, --repeats times each; the last line is JSON with every run and the medians.
+Over several ranks rank 0 writes and the others follow, as in the program; each says what it waited for.
 """
 
 import argparse
@@ -15,24 +17,31 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
 from extractor import memory, plan
 from extractor.config import ExtractConfig
 from extractor.data.prepare import prepare
+from extractor.data.store import PreparedStore
 from extractor.engine import sglang as engine_sglang
+from extractor.engine.base import Engine
 from extractor.journal import Journal
-from extractor.layouts import LAYOUTS
+from extractor.layouts import LAYOUTS, Layout
+from extractor.memory import Budget
 from extractor.model import ModelSpec
-from extractor.pipeline import DTYPES, Prefetch, Waits, pump
-from extractor.records import Batch
+from extractor.pipeline import DTYPES, Prefetch, Waits, follow, pump
+from extractor.records import Batch, CapturedBatch
 from extractor.signals import StopSignals
 from extractor.states import States
 from extractor.topology import Place, World
-from extractor.transfer import HostRing, Stager
+from extractor.transfer import HostRing, StagedBatch, Stager
 from extractor.watch import Watch
 from extractor.writer import Writer
 
@@ -42,6 +51,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--model", help="a real checkpoint instead of a shape")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--tp", type=int, help="ranks; torchrun must start as many")
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--batch-tokens", type=int)
@@ -51,28 +61,50 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where files go; default: a temporary folder")
     parser.add_argument("--sglang", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="bench-extract-"))
-    output = args.output or work / "out"
-    try:
-        result = run(args, work, output)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(output, ignore_errors=True)
-    print(json.dumps(result))
-
-
-def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]:
-    begun = time.perf_counter()
-    place = Place.from_environment(None)
+    place = Place.from_environment(args.tp)
+    if place.replicas > 1:
+        parser.error(f"--tp {place.tp} of {place.world_size} ranks: this times one replica")
     device = engine_sglang.choose_device(args.device, place)
     engine_sglang.prepare_process(device, place)
     world = World(place)
+    work = Path(tempfile.mkdtemp(prefix="bench-extract-")) if place.is_writer else Path()
+    output = args.output or work / "out"
+    try:
+        result = run(args, place, world, device, work, output)
+    finally:
+        if place.is_writer:
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(output, ignore_errors=True)
+    world.leave()
+    if place.is_writer:
+        print(json.dumps(result))
+
+
+@dataclass
+class Load:
+    """What every rank needs to know of the work.
+
+    Attributes:
+        batches: on the writer with their samples.
+        store, layout: the writer's.
+    """
+
+    model: str
+    budget: Budget
+    batches: list[Batch]
+    store: PreparedStore | None = None
+    layout: Layout | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(batch.num_tokens for batch in self.batches)
+
+
+def prepare_load(args: argparse.Namespace, place: Place, device: torch.device, work: Path) -> Load:
+    """The writer's part: rows, their batches, sizes."""
     model = args.model or str(write_shape(args.shape, work))
     spec = ModelSpec.read(model)
     states = States.resolve(args.layers, True, spec.num_layers)
-    sglang = dict(item.split("=", 1) for item in args.sglang)
-    if args.shape:
-        sglang.setdefault("load_format", "dummy")
     rows = write_rows(work / "rows.jsonl", lengths(args.samples, args.longest), spec.vocab_size)
     config = ExtractConfig(model=model, data=(str(rows),), output=work / "prepared")
     store = prepare(config, spec, lambda _: None)
@@ -82,26 +114,231 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         dtype=DTYPES[spec.dtype],
         model=spec.path.name,
     )
-    planes = layout.planes
     budget = memory.choose(
         spec,
         device=device.type,
         tp=place.tp,
-        row_bytes=sum(plane.row_bytes for plane in planes),
+        row_bytes=sum(plane.row_bytes for plane in layout.planes),
         longest=int(store.lengths.max()),
         batch_tokens=args.batch_tokens,
         host_gib=None,
     )
-    import numpy as np
-
     order = plan.batches(
         np.arange(len(store.lengths)), store.lengths, budget.max_tokens, budget.max_sequences
     )
-    tokens = order.tokens(store.lengths)
     batches = [
         Batch.of(n, tuple(store.sample(int(i)) for i in order.batch(n))) for n in range(len(order))
     ]
+    return Load(model, budget, batches, store, layout)
+
+
+def share_load(world: World, load: Load | None) -> Load:
+    """The same on all ranks: the others get batches without samples, as in the program."""
+    if load is not None:
+        world.tell("load", {"model": load.model, "budget": asdict(load.budget)})
+        for batch in load.batches:
+            world.share_batch(batch)
+        world.share_batch(None)
+        return load
+    told = world.hear("load")
+    batches: list[Batch] = []
+    while (batch := world.share_batch(None)) is not None:
+        batches.append(batch)
+    return Load(told["model"], Budget(**told["budget"]), batches)
+
+
+class TimedEngine:
+    """An engine whose passes leave marks on the device's clock: how long it had work of ours."""
+
+    def __init__(self, engine: engine_sglang.SGLangEngine, device: torch.device) -> None:
+        self._engine, self._cuda = engine, device.type == "cuda"
+        self._marks: list[tuple[Any, Any]] = []
+        self.launching = 0.0
+
+    def forward(self, batch: Batch) -> CapturedBatch:
+        mark = time.perf_counter()
+        begin = self._event()
+        captured = self._engine.forward(batch)
+        self._marks.append((begin, self._event()))
+        self.launching += time.perf_counter() - mark
+        return captured
+
+    def _event(self) -> Any:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def busy(self) -> float:
+        """Seconds between begin and end of passes on the device; on a CPU, within them."""
+        if not self._cuda:
+            return self.launching
+        torch.cuda.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self._marks) / 1e3
+
+
+class TimedStager(Stager):
+    """A stager that knows how long its copies took on their own stream."""
+
+    _marks: list[tuple[Any, Any]]
+
+    def stage(self, captured: CapturedBatch, buffer: torch.Tensor) -> StagedBatch:
+        if self._stream is None:
+            return super().stage(captured, buffer)
+        self._marks = getattr(self, "_marks", [])
+        # The copies wait for the pass: the clock starts after that.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(self._stream)
+        staged = super().stage(captured, buffer)
+        end.record(self._stream)
+        self._marks.append((begin, end))
+        return staged
+
+    def seconds(self) -> float | None:
+        """None where a copy has no stream of its own."""
+        if self._stream is None:
+            return None
+        torch.cuda.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self._marks) / 1e3
+
+
+@dataclass
+class Listening:
+    """A follower's ear: how long it waited for the writer's next batch."""
+
+    world: World
+    seconds: float = 0.0
+
+    def share_batch(self, batch: Batch | None) -> Batch | None:
+        mark = time.perf_counter()
+        heard = self.world.share_batch(batch)
+        self.seconds += time.perf_counter() - mark
+        return heard
+
+
+@dataclass
+class Timed:
+    """One run of the whole pipeline on this rank."""
+
+    seconds: float
+    numbers: dict[str, float | None]
+    written: int = 0
+    waits: Waits = field(default_factory=Waits)
+
+
+class Bench:
+    """A built engine and what it is to run."""
+
+    def __init__(
+        self,
+        engine: engine_sglang.SGLangEngine,
+        world: World,
+        device: torch.device,
+        load: Load,
+        states: States,
+        writers: int,
+    ) -> None:
+        self.engine, self.world, self.device, self.load = engine, world, device, load
+        self._states, self._writers = states, writers
+        budget = load.budget
+        self._ring = (
+            HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
+            if load.layout
+            else None
+        )
+        place = world.place
+        self._watch = Watch(
+            world.board(), place.rank, place.world_size, StopSignals(), stuck_after=0
+        )
+
+    def _all_here(self) -> None:
+        _synchronize(self.device)
+        self.world.least(0)
+
+    def bare(self) -> float:
+        self.engine.capture.remove()
+        self._all_here()
+        mark = time.perf_counter()
+        for batch in self.load.batches:
+            self.engine.forward_bare(batch)
+        _synchronize(self.device)
+        return time.perf_counter() - mark
+
+    def whole(self, output: Path) -> Timed:
+        self.engine.mark(self._states)
+        timed = TimedEngine(self.engine, self.device)
+        self._all_here()
+        mark = time.perf_counter()
+        if self.load.layout is None:
+            ear = Listening(self.world)
+            follow(cast(Engine, timed), cast(World, ear), self._watch)
+            _synchronize(self.device)
+            seconds = time.perf_counter() - mark
+            return Timed(seconds, _shares(timed, seconds) | {"for_writer": round(ear.seconds, 2)})
+        return self._write(timed, self.load.layout, output)
+
+    def _write(self, timed: TimedEngine, layout: Layout, output: Path) -> Timed:
+        assert self._ring is not None and self.load.store is not None
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        journal = Journal(output / "journal/0000.jsonl")
+        waits, batches = Waits(), self.load.batches
+        stager = TimedStager(layout.planes, self._ring, self.device)
+        mark = time.perf_counter()
+        writer = Writer(output, journal, self._ring, layout=layout, threads=self._writers)
+        source = Prefetch(iter(range(len(batches))), lambda n: batches[n])
+        pump(
+            cast(Engine, timed),
+            self.world,
+            source,
+            stager,
+            self._ring,
+            writer,
+            waits,
+            self._watch,
+            lambda: None,
+        )
+        seconds = time.perf_counter() - mark
+        journal.close()
+        assert writer.progress.samples == len(self.load.store.lengths), writer.progress
+        copying = stager.seconds()
+        numbers = _shares(timed, seconds) | {
+            "copy_gb_per_s": round(stager.nbytes(self.load.tokens) / copying / 1e9, 2)
+            if copying
+            else None,
+            "copying": round(copying, 2) if copying else None,
+            "writing": round(writer.progress.write_seconds, 2),
+        }
+        return Timed(seconds, numbers, writer.progress.bytes, waits)
+
+
+def _shares(timed: TimedEngine, seconds: float) -> dict[str, float | None]:
+    """seconds, those in which the device was in a pass, and those of this thread in launching it."""
+    return {
+        "seconds": round(seconds, 2),
+        "in_passes": round(timed.busy(), 2),
+        "launching": round(timed.launching, 2),
+    }
+
+
+def run(
+    args: argparse.Namespace,
+    place: Place,
+    world: World,
+    device: torch.device,
+    work: Path,
+    output: Path,
+) -> dict[str, object]:
+    begun = time.perf_counter()
+    sglang = dict(item.split("=", 1) for item in args.sglang)
+    if args.shape:
+        sglang.setdefault("load_format", "dummy")
     world.join_replica(device)
+    load = share_load(world, prepare_load(args, place, device, work) if place.is_writer else None)
+    spec = ModelSpec.read(load.model)
+    states = States.resolve(args.layers, True, spec.num_layers)
     loading = time.perf_counter()
     engine = engine_sglang.SGLangEngine(
         spec,
@@ -109,73 +346,25 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         place,
         engine_sglang.EngineOptions(
             device=device,
-            max_tokens=budget.max_tokens,
-            max_sequences=budget.max_sequences,
-            longest=budget.longest,
+            max_tokens=load.budget.max_tokens,
+            max_sequences=load.budget.max_sequences,
+            longest=load.budget.longest,
             sglang_args=sglang,
         ),
     )
     loaded = time.perf_counter()
-    ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
-    stager = Stager(planes, ring, device)
-    total = int(tokens.sum())
-
-    def bare() -> float:
-        engine.capture.remove()
-        _synchronize(device)
-        mark = time.perf_counter()
-        for batch in batches:
-            engine.forward_bare(batch)
-        _synchronize(device)
-        return time.perf_counter() - mark
-
-    watch = Watch(world.board(), 0, 1, StopSignals(), stuck_after=0)
-
-    def whole() -> tuple[float, int, Waits]:
-        engine.mark(states)
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
-        journal = Journal(output / "journal/0000.jsonl")
-        waits = Waits()
-        _synchronize(device)
-        mark = time.perf_counter()
-        writer = Writer(
-            output,
-            journal,
-            ring,
-            layout=layout,
-            threads=args.writers,
-        )
-        source = Prefetch(iter(range(len(batches))), lambda n: batches[n])
-        pump(engine, world, source, stager, ring, writer, waits, watch, lambda: None)
-        seconds = time.perf_counter() - mark
-        journal.close()
-        assert writer.progress.samples == len(store.lengths), writer.progress
-        return seconds, writer.progress.bytes, waits
-
-    bare(), whole()  # kernels are compiled and buffers pinned once; not counted
-    runs = []
-    for _ in range(args.repeats):
-        bare_seconds = bare()
-        whole_seconds, written, waits = whole()
-        runs.append(
-            {
-                "bare_tokens_per_s": round(total / bare_seconds),
-                "whole_tokens_per_s": round(total / whole_seconds),
-                "share": round(bare_seconds / whole_seconds, 4),
-                "gb_per_s": round(written / whole_seconds / 1e9, 3),
-                "waits": {
-                    "data": round(waits.data, 2),
-                    "disk": round(waits.disk, 2),
-                    "model": round(waits.model, 2),
-                },
-            }
-        )
-        print(runs[-1], flush=True)
-    middle = {
-        key: statistics.median(run[key] for run in runs)
-        for key in ("bare_tokens_per_s", "whole_tokens_per_s", "share", "gb_per_s")
-    }
+    bench = Bench(engine, world, device, load, states, args.writers)
+    bench.bare(), bench.whole(output)  # kernels are compiled and buffers pinned once; not counted
+    runs: list[dict[str, Any]] = []
+    for number in range(args.repeats):
+        bare_seconds, timed = bench.bare(), bench.whole(output)
+        ranks = gather(world, f"run/{number}", timed.numbers)
+        if place.is_writer:
+            runs.append(_entry(load.tokens, bare_seconds, timed, ranks))
+            print(runs[-1], flush=True)
+    if not place.is_writer:
+        return {}
+    assert load.store is not None
     result: dict[str, object] = {
         "benchmark": "bench_extract",
         "model": args.shape or args.model,
@@ -183,28 +372,64 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         if device.type == "cuda"
         else f"cpu x{os.cpu_count()}",
         "date": time.strftime("%Y-%m-%d"),
+        "tp": place.tp,
         "engine": engine.info.details,
         "states": list(states.names),
-        "samples": len(store.lengths),
-        "tokens": total,
-        "batches": len(batches),
-        "max_tokens": budget.max_tokens,
-        "fill": round(total / len(batches) / budget.max_tokens, 4),
-        **middle,
+        "samples": len(load.store.lengths),
+        "tokens": load.tokens,
+        "batches": len(load.batches),
+        "max_tokens": load.budget.max_tokens,
+        "fill": round(load.tokens / len(load.batches) / load.budget.max_tokens, 4),
+        **medians(runs),
         "runs": runs,
         "import_s": round(loading - begun, 1),
         "load_s": round(loaded - loading, 1),
         "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2),
     }
     if device.type == "cuda":
-        peak = matrix_flops(device)
-        result["device_peak_gib"] = round(torch.cuda.max_memory_allocated() / (1 << 30), 2)
-        result["matrix_tflops"] = round(peak / 1e12, 1)
-        active = engine.active_parameters()
-        whole_rate = middle["whole_tokens_per_s"]
-        result["active_parameters"] = active
-        result["weights_share_of_matrix_ceiling"] = round(2 * active * whole_rate / peak, 4)
+        result |= _ceilings(engine, device, medians(runs)["whole_tokens_per_s"])
     return result
+
+
+def gather(world: World, key: str, numbers: dict[str, float | None]) -> list[dict[str, Any]]:
+    """All ranks' numbers on rank 0, by rank; elsewhere nothing."""
+    place = world.place
+    if not place.is_writer:
+        world.tell(f"{key}/{place.rank}", numbers)
+        return []
+    return [numbers, *(world.hear(f"{key}/{rank}") for rank in range(1, place.tp))]
+
+
+def _entry(
+    tokens: int, bare_seconds: float, timed: Timed, ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "bare_tokens_per_s": round(tokens / bare_seconds),
+        "whole_tokens_per_s": round(tokens / timed.seconds),
+        "share": round(bare_seconds / timed.seconds, 4),
+        "gb_per_s": round(timed.written / timed.seconds / 1e9, 3),
+        "waits": {name: round(value, 2) for name, value in asdict(timed.waits).items()},
+        "ranks": ranks,
+    }
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    keys = ("bare_tokens_per_s", "whole_tokens_per_s", "share", "gb_per_s")
+    return {key: statistics.median(run[key] for run in runs) for key in keys}
+
+
+def _ceilings(
+    engine: engine_sglang.SGLangEngine, device: torch.device, rate: float
+) -> dict[str, object]:
+    """This rank's memory, and its part of the model's products against a matrix product's rate."""
+    peak = matrix_flops(device)
+    active = engine.active_parameters()
+    return {
+        "device_peak_gib": round(torch.cuda.max_memory_allocated() / (1 << 30), 2),
+        "matrix_tflops": round(peak / 1e12, 1),
+        "active_parameters": active,
+        "weights_share_of_matrix_ceiling": round(2 * active * rate / peak, 4),
+    }
 
 
 def matrix_flops(device: torch.device, size: int = 8192, repeats: int = 20) -> float:

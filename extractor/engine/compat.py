@@ -147,8 +147,8 @@ FUSED_TOKENS = 2048
 def fusion_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """ServerArgs that keep FlashInfer's fused all-reduce off, unless the user names a backend for it.
 
-    On Hopper and Blackwell SGLang turns it on by itself for most mixtures of experts. It serves passes of
-    at most FUSED_TOKENS only, so there is next to nothing to gain here, and up to 0.5.20 it can be
+    On Hopper and Blackwell SGLang turns it on by itself for most mixtures of experts. It serves passes
+    of at most FUSED_TOKENS only, so there is next to nothing to gain here, and up to 0.5.20 it can be
     wrong (docs/decisions/0006-no-fused-all-reduce.md)."""
     if given.get("flashinfer_allreduce_fusion_backend") is not None:
         return {}

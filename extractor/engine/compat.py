@@ -165,15 +165,16 @@ def prepare_fusion(runner: Any, args: Any) -> str:
         return "off"
     if args.device != "cuda":
         return "unavailable"
-    module = "sglang.srt.layers.flashinfer_comm_fusion"
     config = runner.model_config
+    prepare = symbol("sglang.srt.layers.flashinfer_comm_fusion", "pre_initialize_workspaces")
     try:
-        symbol(module, "pre_initialize_workspaces")(
-            max_token_num=FUSED_TOKENS, hidden_dim=config.hidden_size, dtype=config.dtype
-        )
+        prepare(max_token_num=FUSED_TOKENS, hidden_dim=config.hidden_size, dtype=config.dtype)
     except ValueError as error:  # not on this kind of GPU
         raise UsageError(f"--sglang flashinfer_allreduce_fusion_backend: {error}") from error
-    return "unavailable" if symbol(module, "is_flashinfer_allreduce_unavailable")() else "on"
+    unavailable = symbol(
+        "sglang.srt.layers.flashinfer_comm_fusion", "is_flashinfer_allreduce_unavailable"
+    )
+    return "unavailable" if unavailable() else "on"
 
 
 # The runner ---------------------------------------------------------------------------------------

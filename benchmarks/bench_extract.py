@@ -1,10 +1,12 @@
-"""The whole pipeline against the bare forward of the same batches, in one process and one run.
+"""The whole pipeline against the bare forward of the same batches, in one replica and one run.
 
     python -m benchmarks.bench_extract --shape qwen3-8b --samples 1024 --output /dev/shm/bench
     python -m benchmarks.bench_extract --model PATH --device cpu --samples 64 --longest 512
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_extract --shape llama-3-70b --tp 4
 
 Dummy weights of a public shape (or a real checkpoint by --model), pre-tokenized rows, real files.
 The two are timed in turn, --repeats times each; the last line is JSON with every run and the medians.
+Over several ranks rank 0 writes and the others follow, as in the program; each says what it waited for.
 """
 
 import argparse
@@ -14,27 +16,35 @@ import os
 import resource
 import shutil
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
 from extractor import memory, plan
 from extractor.config import ExtractConfig
 from extractor.data.prepare import prepare
+from extractor.data.store import PreparedStore
 from extractor.engine import sglang as engine_sglang
-from extractor.engine.sglang import SGLangEngine
-from extractor.layouts import LAYOUTS
+from extractor.engine.base import Engine, EngineInfo
+from extractor.layouts import LAYOUTS, Layout
+from extractor.memory import Budget
 from extractor.model import ModelSpec
 from extractor.pipeline import DTYPES
-from extractor.pump import write_batches
-from extractor.records import Batch
+from extractor.plan import Plan
+from extractor.pump import follow, write_batches
+from extractor.records import Batch, CapturedBatch
 from extractor.signals import StopSignals
 from extractor.states import States
 from extractor.topology import Place, World
+from extractor.transfer import HostRing, Stager
 from extractor.watch import Watch
 
 
@@ -43,6 +53,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--model", help="a real checkpoint instead of a shape")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--tp", type=int, help="ranks; torchrun must start as many")
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--batch-tokens", type=int)
@@ -55,28 +66,52 @@ def main() -> None:
     )
     parser.add_argument("--sglang", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="bench-extract-"))
-    output = args.output or work / "out"
-    try:
-        result = run(args, work, output)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(output, ignore_errors=True)
-    print(json.dumps(result))
-
-
-def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]:
-    begun = time.perf_counter()
-    place = Place.from_environment(None)
+    place = Place.from_environment(args.tp)
+    if place.replicas > 1:
+        parser.error(f"--tp {place.tp} of {place.world_size} ranks: this times one replica")
     device = engine_sglang.choose_device(args.device, place)
     engine_sglang.prepare_process(device, place)
     world = World(place)
+    work = Path(tempfile.mkdtemp(prefix="bench-extract-")) if place.is_writer else Path()
+    output = args.output or work / "out"
+    try:
+        result = run(args, place, world, device, work, output)
+    finally:
+        if place.is_writer:
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(output, ignore_errors=True)
+    world.leave()
+    if place.is_writer:
+        print(json.dumps(result))
+
+
+@dataclass
+class Load:
+    """What every rank needs to know of the work.
+
+    Attributes:
+        batches: on the writer with their samples.
+        store, layout, order: the writer's.
+    """
+
+    model: str
+    budget: Budget
+    batches: list[Batch]
+    store: PreparedStore | None = None
+    layout: Layout | None = None
+
+    order: Plan | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(batch.num_tokens for batch in self.batches)
+
+
+def prepare_load(args: argparse.Namespace, place: Place, device: torch.device, work: Path) -> Load:
+    """The writer's part: rows, their batches, sizes."""
     model = args.model or str(write_shape(args.shape, work))
     spec = ModelSpec.read(model)
     states = States.resolve(args.layers, True, spec.num_layers)
-    sglang = dict(item.split("=", 1) for item in args.sglang)
-    if args.shape:
-        sglang.setdefault("load_format", "dummy")
     rows = write_rows(work / "rows.jsonl", lengths(args.samples, args.longest), spec.vocab_size)
     config = ExtractConfig(model=model, data=(str(rows),), output=work / "prepared")
     store = prepare(config, spec, lambda _: None)
@@ -95,83 +130,215 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         batch_tokens=args.batch_tokens,
         host_gib=None,
     )
-    import numpy as np
-
     order = plan.batches(
         np.arange(len(store.lengths)), store.lengths, budget.max_tokens, budget.max_sequences
     )
-    tokens = order.tokens(store.lengths)
     batches = [
         Batch.of(n, tuple(store.sample(int(i)) for i in order.batch(n))) for n in range(len(order))
     ]
+    return Load(model, budget, batches, store, layout, order)
+
+
+def share_load(world: World, load: Load | None) -> Load:
+    """The same on all ranks: the others get batches without samples, as in the program."""
+    if load is not None:
+        world.tell("load", {"model": load.model, "budget": asdict(load.budget)})
+        for batch in load.batches:
+            world.share_batch(batch)
+        world.share_batch(None)
+        return load
+    told = world.hear("load")
+    batches: list[Batch] = []
+    while (batch := world.share_batch(None)) is not None:
+        batches.append(batch)
+    return Load(told["model"], Budget(**told["budget"]), batches)
+
+
+class TimedEngine:
+    """An engine whose passes leave marks on the device's clock: how long it had work of ours."""
+
+    def __init__(self, engine: engine_sglang.SGLangEngine, device: torch.device) -> None:
+        self._engine, self._cuda = engine, device.type == "cuda"
+        self._marks: list[tuple[Any, Any]] = []
+        self.launching = 0.0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def forward(self, batch: Batch) -> CapturedBatch:
+        mark = time.perf_counter()
+        begin = self._event()
+        captured = self._engine.forward(batch)
+        self._marks.append((begin, self._event()))
+        self.launching += time.perf_counter() - mark
+        return captured
+
+    def _event(self) -> Any:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def busy(self) -> float:
+        """Seconds between begin and end of passes on the device; on a CPU, within them."""
+        if not self._cuda:
+            return self.launching
+        torch.cuda.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self._marks) / 1e3
+
+
+@dataclass
+class Listening:
+    """A follower's ear: how long it waited for the writer's next batch."""
+
+    world: World
+    seconds: float = 0.0
+
+    def share_batch(self, batch: Batch | None) -> Batch | None:
+        mark = time.perf_counter()
+        heard = self.world.share_batch(batch)
+        self.seconds += time.perf_counter() - mark
+        return heard
+
+
+@dataclass
+class Timed:
+    """One run of the whole pipeline on this rank."""
+
+    seconds: float
+    numbers: dict[str, float | None]
+    written: int = 0
+    waits: dict[str, float] = field(default_factory=dict)
+
+
+class Bench:
+    """A built engine and what it is to run."""
+
+    def __init__(
+        self,
+        engine: engine_sglang.SGLangEngine,
+        world: World,
+        device: torch.device,
+        load: Load,
+        states: States,
+        writers: int | None,
+    ) -> None:
+        self.engine, self.world, self.device, self.load = engine, world, device, load
+        self._states, self._writers = states, writers
+        self._turns = itertools.count()
+        place = world.place
+        self._watch = Watch(
+            world.board(), place.rank, place.world_size, StopSignals(), stuck_after=0
+        )
+
+    def _all_here(self) -> None:
+        _synchronize(self.device)
+        self.world.least(0)
+
+    def bare(self) -> float:
+        self.engine.capture.remove()
+        self._all_here()
+        mark = time.perf_counter()
+        for batch in self.load.batches:
+            self.engine.forward_bare(batch)
+        _synchronize(self.device)
+        return time.perf_counter() - mark
+
+    def whole(self, output: Path) -> Timed:
+        self.engine.mark(self._states)
+        timed = TimedEngine(self.engine, self.device)
+        self._all_here()
+        mark = time.perf_counter()
+        if self.load.layout is None:
+            ear = Listening(self.world)
+            follow(cast(Engine, timed), cast(World, ear), self._watch)
+            _synchronize(self.device)
+            seconds = time.perf_counter() - mark
+            return Timed(seconds, _shares(timed, seconds) | {"for_writer": round(ear.seconds, 2)})
+        return self._write(timed, self.load.layout, output)
+
+    def _write(self, timed: TimedEngine, layout: Layout, output: Path) -> Timed:
+        store, order = self.load.store, self.load.order
+        assert store is not None and order is not None
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        _, wrote = write_batches(
+            cast(Engine, timed),
+            self.world,
+            self._watch,
+            store=store,
+            batches=order,
+            layout=layout,
+            budget=self.load.budget,
+            output=output,
+            journal="0000.jsonl",
+            threads=self._writers,
+            counter=f"batch{next(self._turns)}",
+        )
+        if wrote["samples"] != len(store.lengths):
+            sys.exit(f"stopped after {wrote['samples']} samples of {len(store.lengths)}")
+        seconds = wrote["seconds"]
+        numbers = _shares(timed, seconds) | {"writing": wrote["writing"]}
+        return Timed(seconds, numbers, wrote["bytes"], wrote["waits"])
+
+
+def _shares(timed: TimedEngine, seconds: float) -> dict[str, float | None]:
+    """seconds, those in which the device was in a pass, and those of this thread in launching it."""
+    return {
+        "seconds": round(seconds, 2),
+        "in_passes": round(timed.busy(), 2),
+        "launching": round(timed.launching, 2),
+    }
+
+
+def run(
+    args: argparse.Namespace,
+    place: Place,
+    world: World,
+    device: torch.device,
+    work: Path,
+    output: Path,
+) -> dict[str, object]:
+    begun = time.perf_counter()
+    sglang = dict(item.split("=", 1) for item in args.sglang)
+    if args.shape:
+        sglang.setdefault("load_format", "dummy")
     world.join_replica(device)
+    load = share_load(world, prepare_load(args, place, device, work) if place.is_writer else None)
+    spec = ModelSpec.read(load.model)
+    states = States.resolve(args.layers, True, spec.num_layers)
     loading = time.perf_counter()
-    engine = SGLangEngine(
+    engine = engine_sglang.SGLangEngine(
         spec,
         states,
         place,
         engine_sglang.EngineOptions(
             device=device,
-            max_tokens=budget.max_tokens,
-            max_sequences=budget.max_sequences,
-            longest=budget.longest,
+            max_tokens=load.budget.max_tokens,
+            max_sequences=load.budget.max_sequences,
+            longest=load.budget.longest,
             sglang_args=sglang,
         ),
     )
     loaded = time.perf_counter()
-    total = int(tokens.sum())
-
-    def bare() -> float:
-        engine.capture.remove()
-        _synchronize(device)
-        mark = time.perf_counter()
-        for batch in batches:
-            engine.forward_bare(batch)
-        _synchronize(device)
-        return time.perf_counter() - mark
-
-    watch = Watch(world.board(), 0, 1, StopSignals(), stuck_after=0)
-    turns = itertools.count()
-
-    def whole() -> dict[str, Any]:
-        engine.mark(states)
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
-        _synchronize(device)
-        _, wrote = write_batches(
-            engine,
-            world,
-            watch,
-            store=store,
-            batches=order,
-            layout=layout,
-            budget=budget,
-            output=output,
-            journal="0000.jsonl",
-            threads=args.writers,
-            counter=f"batch{next(turns)}",
-        )
-        assert wrote["samples"] == len(store.lengths), wrote
-        return wrote
-
-    bare(), whole()  # kernels are compiled and buffers pinned once; not counted
-    runs = []
-    for _ in range(args.repeats):
-        bare_seconds, wrote = bare(), whole()
-        runs.append(
-            {
-                "bare_tokens_per_s": round(total / bare_seconds),
-                "whole_tokens_per_s": round(total / wrote["seconds"]),
-                "share": round(bare_seconds / wrote["seconds"], 4),
-                "gb_per_s": round(wrote["bytes"] / wrote["seconds"] / 1e9, 3),
-                "waits": wrote["waits"],
-            }
-        )
-        print(runs[-1], flush=True)
-    middle = {
-        key: statistics.median(run[key] for run in runs)
-        for key in ("bare_tokens_per_s", "whole_tokens_per_s", "share", "gb_per_s")
-    }
+    bench = Bench(engine, world, device, load, states, args.writers)
+    bench.bare(), bench.whole(output)  # kernels are compiled and buffers pinned once; not counted
+    runs: list[dict[str, Any]] = []
+    for number in range(args.repeats):
+        bare_seconds, timed = bench.bare(), bench.whole(output)
+        ranks = gather(world, f"run/{number}", timed.numbers)
+        if place.is_writer:
+            runs.append(_entry(load.tokens, bare_seconds, timed, ranks))
+            print(runs[-1], flush=True)
+    fullest = max(load.batches, key=lambda batch: batch.num_tokens)
+    passes = one_pass(engine, fullest, device)
+    if args.profile and place.is_writer:
+        profile(engine, fullest, args.profile)
+    if not place.is_writer:
+        return {}
+    assert load.store is not None
     result: dict[str, object] = {
         "benchmark": "bench_extract",
         "model": args.shape or args.model,
@@ -179,34 +346,71 @@ def run(args: argparse.Namespace, work: Path, output: Path) -> dict[str, object]
         if device.type == "cuda"
         else f"cpu x{os.cpu_count()}",
         "date": time.strftime("%Y-%m-%d"),
+        "tp": place.tp,
         "engine": engine.info.details,
         "states": list(states.names),
-        "samples": len(store.lengths),
-        "tokens": total,
-        "batches": len(batches),
-        "max_tokens": budget.max_tokens,
-        "fill": round(total / len(batches) / budget.max_tokens, 4),
-        **middle,
+        "samples": len(load.store.lengths),
+        "tokens": load.tokens,
+        "batches": len(load.batches),
+        "max_tokens": load.budget.max_tokens,
+        "fill": round(load.tokens / len(load.batches) / load.budget.max_tokens, 4),
+        **medians(runs),
         "runs": runs,
-        **one_pass(engine, max(batches, key=lambda batch: batch.num_tokens), device),
+        **passes,
         "import_s": round(loading - begun, 1),
         "load_s": round(loaded - loading, 1),
         "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2),
     }
-    if args.profile:
-        profile(engine, max(batches, key=lambda batch: batch.num_tokens), args.profile)
     if device.type == "cuda":
-        peak = matrix_flops(device)
-        result["device_peak_gib"] = round(torch.cuda.max_memory_allocated() / (1 << 30), 2)
-        result["matrix_tflops"] = round(peak / 1e12, 1)
-        active = engine.active_parameters()
-        whole_rate = middle["whole_tokens_per_s"]
-        result["active_parameters"] = active
-        result["weights_share_of_matrix_ceiling"] = round(2 * active * whole_rate / peak, 4)
+        result |= _ceilings(engine, device, medians(runs)["whole_tokens_per_s"])
+        result["copy_gb_per_s"] = round(copy_rate(load, device), 2)
     return result
 
 
-def one_pass(engine: SGLangEngine, batch: Batch, device: torch.device) -> dict[str, float]:
+def gather(world: World, key: str, numbers: dict[str, float | None]) -> list[dict[str, Any]]:
+    """All ranks' numbers on rank 0, by rank; elsewhere nothing."""
+    place = world.place
+    if not place.is_writer:
+        world.tell(f"{key}/{place.rank}", numbers)
+        return []
+    return [numbers, *(world.hear(f"{key}/{rank}") for rank in range(1, place.tp))]
+
+
+def _entry(
+    tokens: int, bare_seconds: float, timed: Timed, ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "bare_tokens_per_s": round(tokens / bare_seconds),
+        "whole_tokens_per_s": round(tokens / timed.seconds),
+        "share": round(bare_seconds / timed.seconds, 4),
+        "gb_per_s": round(timed.written / timed.seconds / 1e9, 3),
+        "waits": timed.waits,
+        "ranks": ranks,
+    }
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    keys = ("bare_tokens_per_s", "whole_tokens_per_s", "share", "gb_per_s")
+    return {key: statistics.median(run[key] for run in runs) for key in keys}
+
+
+def _ceilings(
+    engine: engine_sglang.SGLangEngine, device: torch.device, rate: float
+) -> dict[str, object]:
+    """This rank's memory, and its part of the model's products against a matrix product's rate."""
+    peak = matrix_flops(device)
+    active = engine.active_parameters()
+    return {
+        "device_peak_gib": round(torch.cuda.max_memory_allocated() / (1 << 30), 2),
+        "matrix_tflops": round(peak / 1e12, 1),
+        "active_parameters": active,
+        "weights_share_of_matrix_ceiling": round(2 * active * rate / peak, 4),
+    }
+
+
+def one_pass(
+    engine: engine_sglang.SGLangEngine, batch: Batch, device: torch.device
+) -> dict[str, float]:
     """Milliseconds of one bare pass: until its kernels are launched, and until they are done. A pipeline
     is at most as fast as the larger of the two."""
     engine.capture.remove()
@@ -225,7 +429,7 @@ def one_pass(engine: SGLangEngine, batch: Batch, device: torch.device) -> dict[s
     }
 
 
-def profile(engine: SGLangEngine, batch: Batch, path: Path) -> None:
+def profile(engine: engine_sglang.SGLangEngine, batch: Batch, path: Path) -> None:
     """Where a bare pass's time goes, by kernel, as a table."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -237,6 +441,26 @@ def profile(engine: SGLangEngine, batch: Batch, path: Path) -> None:
         sort_by="self_device_time_total", row_limit=40, max_name_column_width=90
     )
     path.write_text(f"{batch}\n{table}\n")
+
+
+def copy_rate(load: Load, device: torch.device) -> float:
+    """GB/s of the staging of one batch's states, encoded and copied to pinned memory, with nothing else
+    under way."""
+    layout, budget = load.layout, load.budget
+    assert layout is not None
+    batch = max(load.batches, key=lambda each: each.num_tokens)
+    ring = HostRing(budget.slot_bytes, 1, pinned=True)
+    stager = Stager(layout.planes, ring, device)
+    size = (batch.num_tokens, layout.hidden)
+    dtype = layout.dtype if layout.dtype.itemsize > 1 else torch.bfloat16
+    states = {name: torch.zeros(size, dtype=dtype, device=device) for name in layout.captured}
+    buffer, rates = ring.acquire(stager.nbytes(batch.num_tokens), lambda: None), []
+    for _ in range(5):
+        _synchronize(device)
+        mark = time.perf_counter()
+        stager.stage(CapturedBatch(batch, states), buffer).wait()
+        rates.append(stager.nbytes(batch.num_tokens) / (time.perf_counter() - mark) / 1e9)
+    return statistics.median(rates)
 
 
 def matrix_flops(device: torch.device, size: int = 8192, repeats: int = 20) -> float:

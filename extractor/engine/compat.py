@@ -60,6 +60,11 @@ SYMBOLS: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("sglang.srt.layers.logits_processor", "LogitsProcessor"): (FIRST, LAST),
     ("sglang.srt.layers.logits_processor", "_is_cpu"): (FIRST, LAST),
     ("sglang.srt.layers.vocab_parallel_embedding", "VocabParallelEmbedding"): (FIRST, LAST),
+    ("sglang.srt.layers.flashinfer_comm_fusion", "pre_initialize_workspaces"): (FIRST, LAST),
+    ("sglang.srt.layers.flashinfer_comm_fusion", "is_flashinfer_allreduce_unavailable"): (
+        FIRST,
+        LAST,
+    ),
 }
 
 
@@ -131,6 +136,45 @@ def _typed(key: str, text: str, hint: Any) -> Any:
     if str in kinds or not kinds & {bool, int, float}:
         return text
     raise UsageError(f"--sglang {key}={text}: wanted {hint}")
+
+
+# The fused all-reduce -----------------------------------------------------------------------------
+
+# The most tokens of a pass that SGLang fuses; its own constant moves between modules.
+FUSED_TOKENS = 2048
+
+
+def fusion_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """ServerArgs that keep FlashInfer's fused all-reduce off, unless the user names a backend for it.
+
+    On Hopper and Blackwell SGLang turns it on by itself for most mixtures of experts. It serves passes
+    of at most FUSED_TOKENS only, so there is next to nothing to gain here, and up to 0.5.20 it can be
+    wrong (docs/decisions/0006-no-fused-all-reduce.md)."""
+    if given.get("flashinfer_allreduce_fusion_backend") is not None:
+        return {}
+    return {"enforce_disable_flashinfer_allreduce_fusion": True}
+
+
+def prepare_fusion(runner: Any, args: Any) -> str:
+    """Make the fused all-reduce's buffers before the first pass, as SGLang's own start does, and say
+    what came of it: "off", "on", or "unavailable".
+
+    Up to 0.5.20 a pass that finds none goes on without any all-reduce, so that the first one, which
+    would have to make them, were wrong wherever they cannot be made."""
+    if args.flashinfer_allreduce_fusion_backend is None or args.tp_size == 1:
+        return "off"
+    if args.device != "cuda":
+        return "unavailable"
+    config = runner.model_config
+    prepare = symbol("sglang.srt.layers.flashinfer_comm_fusion", "pre_initialize_workspaces")
+    try:
+        prepare(max_token_num=FUSED_TOKENS, hidden_dim=config.hidden_size, dtype=config.dtype)
+    except ValueError as error:  # not on this kind of GPU
+        raise UsageError(f"--sglang flashinfer_allreduce_fusion_backend: {error}") from error
+    unavailable = symbol(
+        "sglang.srt.layers.flashinfer_comm_fusion", "is_flashinfer_allreduce_unavailable"
+    )
+    return "unavailable" if unavailable() else "on"
 
 
 # The runner ---------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ class SGLangEngine:
         self._runner = compat.build_runner(self._args, tp_rank=place.tp_rank, gpu_id=gpu_id)
         self._runner.alloc_memory_pool()
         self._runner.init_attention_backends()
+        self._fusion = compat.prepare_fusion(self._runner, self._args)
         backbone = find_backbone(self._runner.model)
         if backbone is None:
             raise UsageError(f"{spec.architecture} has no capture marks where they were expected")
@@ -206,6 +207,7 @@ class SGLangEngine:
         given = compat.typed_args(options.sglang_args)
         if options.device.type == "cpu":
             values |= self._cpu_values(spec.architecture, given)
+        values |= compat.fusion_values(given)
         return compat.server_args(values | given)
 
     def _cpu_values(self, architecture: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,6 +241,7 @@ class SGLangEngine:
                 "quantization": runner.model_config.quantization,
                 "tp": self._args.tp_size,
                 "ep": self._args.ep_size,
+                "fused_all_reduce": self._fusion,
                 "kv_pool_tokens": runner.max_total_num_tokens,
             },
         )

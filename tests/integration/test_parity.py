@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.launch import torchrun
-from tests.support.parity_ledger import record
+from tests.support.parity_ledger import complaints, parse, record
 
 # In order of what differs: plain, bias, its own class, QK norms, scaled embeddings and four norms a
 # layer, sinks and windows, mixtures of experts, latent attention, and that inside a multimodal wrapper.
@@ -36,16 +36,10 @@ def judged(model: Path, ranks: int, specs: list[str], device: str = "cpu", *sgla
     result = torchrun(
         ranks, "-m", "tests.support.parity_worker", str(model), device, json.dumps(specs), *sglang
     )
-    found = [json.loads(line[7:]) for line in result.lines if line.startswith("PARITY ")]
+    found = parse(result.lines)
     assert [entry["layers"] for entry in found] == specs, result.text[-3000:]
     record(model.name, ranks, device, found)
-    for entry in found:
-        bad = [item for item in entry["results"] if not item["good"]]
-        assert not bad, (entry["layers"], bad)
-        assert all(item["repeats"] for item in entry["results"]), "the same batch gave other bits"
-        # A sample in chunks is the sample in one pass, but for how its products were rounded.
-        noise = max(item["noise_whole"] for item in entry["results"])
-        assert max(entry["chunked"], entry["halved"]) <= noise, (entry["layers"], entry, noise)
+    assert not (wrong := complaints(found)), wrong
     return found
 
 

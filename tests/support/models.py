@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def build(name: str, folder: Path) -> Path:
     return path
 
 
+def build_weights(name: str, folder: Path) -> Path:
+    """The folder of a random model without a tokenizer, for machines that cannot get one."""
+    path = folder / f"{name}.weights"
+    if not (path / "config.json").is_file():
+        maker = BUILDERS[name]
+        assert isinstance(maker, Random), name
+        half = folder / f".{path.name}.{os.getpid()}"
+        shutil.rmtree(half, ignore_errors=True)
+        half.parent.mkdir(parents=True, exist_ok=True)
+        maker.weights(half)
+        half.rename(path)
+    return path
+
+
 def _smollm2(path: Path, _: Path) -> None:
     spec = importlib.util.spec_from_file_location("demo_model", ROOT / "launch/demo_model.py")
     assert spec is not None and spec.loader is not None
@@ -74,21 +89,33 @@ def _smollm2(path: Path, _: Path) -> None:
     module.build(path)
 
 
-def _random(
-    config: Any, edit: Callable[[Any], None] | None = None, extra: dict[str, Any] | None = None
-) -> Callable[[Path, Path], None]:
-    def make(path: Path, folder: Path) -> None:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config())
-        if edit is not None:
-            edit(model)
-        model.to(torch.bfloat16).save_pretrained(path)
-        AutoTokenizer.from_pretrained(build("smollm2", folder)).save_pretrained(path)
-        if extra:
-            file = path / "config.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | extra, indent=1))
+@dataclass(frozen=True)
+class Random:
+    """Makes a model of random weights.
 
-    return make
+    Attributes:
+        config: makes transformers' config.
+        edit: changes the model before it is saved.
+        extra: fields of config.json that transformers does not write.
+    """
+
+    config: Callable[[], Any]
+    edit: Callable[[Any], None] | None = None
+    extra: dict[str, Any] | None = None
+
+    def __call__(self, path: Path, folder: Path) -> None:
+        self.weights(path)
+        AutoTokenizer.from_pretrained(build("smollm2", folder)).save_pretrained(path)
+
+    def weights(self, path: Path) -> None:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(self.config())
+        if self.edit is not None:
+            self.edit(model)
+        model.to(torch.bfloat16).save_pretrained(path)
+        if self.extra:
+            file = path / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | self.extra, indent=1))
 
 
 def _fix_routing(model: Any) -> None:
@@ -260,22 +287,22 @@ _BOS = {
 
 BUILDERS: dict[str, Callable[[Path, Path], None]] = {
     "smollm2": _smollm2,
-    "tiny_qwen3": _random(
+    "tiny_qwen3": Random(
         lambda: transformers.Qwen3Config(num_hidden_layers=6, head_dim=64, **COMMON)
     ),
-    "tiny_qwen3moe": _random(
+    "tiny_qwen3moe": Random(
         lambda: transformers.Qwen3MoeConfig(
             num_hidden_layers=6, head_dim=64, num_experts=8, **MOE, **COMMON
         ),
         _separate_experts,
     ),
-    "tiny_dsv3": _random(_dsv3_config, _fix_routing, _DSV3_EXTRA),
-    "tiny_llama": _random(lambda: transformers.LlamaConfig(**_grouped(4)), _vary),
-    "tiny_qwen2": _random(lambda: transformers.Qwen2Config(**_grouped(2)), _vary),
-    "tiny_mistral": _random(
+    "tiny_dsv3": Random(_dsv3_config, _fix_routing, _DSV3_EXTRA),
+    "tiny_llama": Random(lambda: transformers.LlamaConfig(**_grouped(4)), _vary),
+    "tiny_qwen2": Random(lambda: transformers.Qwen2Config(**_grouped(2)), _vary),
+    "tiny_mistral": Random(
         lambda: transformers.MistralConfig(**_grouped(4, head_dim=64, sliding_window=None)), _vary
     ),
-    "tiny_gemma3": _random(
+    "tiny_gemma3": Random(
         lambda: transformers.Gemma3TextConfig(
             **_grouped(
                 4,
@@ -288,7 +315,7 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
         ),
         _vary,
     ),
-    "tiny_gptoss": _random(
+    "tiny_gptoss": Random(
         lambda: transformers.GptOssConfig(
             **_grouped(
                 4,
@@ -310,7 +337,7 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
         ),
         _both(_vary, _fix_biased_router),
     ),
-    "tiny_glm4moe": _random(
+    "tiny_glm4moe": Random(
         lambda: transformers.Glm4MoeConfig(
             **_grouped(
                 4,
@@ -328,7 +355,7 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
     ),
     # For top-k logits: a tied head and a soft cap near the size of these logits; and a vocabulary that
     # is no multiple of what SGLang pads it to.
-    "tiny_softcap": _random(
+    "tiny_softcap": Random(
         lambda: transformers.Gemma3TextConfig(
             **_grouped(
                 4,
@@ -341,13 +368,13 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
         ),
         _vary,
     ),
-    "tiny_vocab100": _random(
+    "tiny_vocab100": Random(
         lambda: transformers.Qwen3Config(
             **{**COMMON, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 100}
         )
     ),
     "tiny_kimi": _kimi,
-    "tiny_llama4": _random(
+    "tiny_llama4": Random(
         lambda: transformers.Llama4TextConfig(
             **_grouped(
                 4,
@@ -362,7 +389,7 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
         ),
         _vary,
     ),
-    "tiny_qwen3next": _random(
+    "tiny_qwen3next": Random(
         lambda: transformers.Qwen3NextConfig(
             **_grouped(
                 4,

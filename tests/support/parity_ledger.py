@@ -29,6 +29,28 @@ def summary(model: str, ranks: int, device: str, found: list[dict[str, Any]]) ->
     }
 
 
+def parse(lines: list[str]) -> list[dict[str, Any]]:
+    """What parity_worker printed among a run's lines."""
+    return [json.loads(line[7:]) for line in lines if line.startswith("PARITY ")]
+
+
+def complaints(found: list[dict[str, Any]]) -> list[str]:
+    """What is not good in a run's judgements; nothing when all states are right."""
+    wrong: list[str] = []
+    for entry in found:
+        bad = [item for item in entry["results"] if not item["good"]]
+        if bad:
+            wrong.append(f"layers {entry['layers']}: {bad}")
+        if not all(item["repeats"] for item in entry["results"]):
+            wrong.append(f"layers {entry['layers']}: the same batch gave other bits")
+        # A sample in chunks is the sample in one pass, but for how its products were rounded.
+        noise = max(item["noise_whole"] for item in entry["results"])
+        for how in ("chunked", "halved"):
+            if not entry[how] <= noise:
+                wrong.append(f"layers {entry['layers']}: {how} differs by {entry[how]} > {noise}")
+    return wrong
+
+
 ENGINE = ("sglang", "model_class", "backbone_class", "attention_backend", "compute_dtype")
 
 

@@ -97,6 +97,33 @@ def difference_when_short_of_memory(
     return apart(states, together)
 
 
+def ordinary_ids(model: Path, count: int, vocab: int) -> torch.Tensor:
+    """Ids of ordinary text, so that real weights see what they know; of a model without a tokenizer,
+    random ones."""
+    if not (model / "tokenizer.json").is_file():
+        return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(0))
+    text = Path(__file__).with_name("prose.txt").read_text()
+    ids = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False).input_ids
+    return torch.tensor(ids[:count])
+
+
+class FusedCalls:
+    """Counts how often SGLang's fused all-reduce ran to its end: a model, or a pass, may not use it."""
+
+    def __init__(self) -> None:
+        from sglang.srt.layers import flashinfer_comm_fusion as module
+
+        self.count = 0
+        inner = module.flashinfer_allreduce_residual_rmsnorm
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = inner(*args, **kwargs)
+            self.count += result[0] is not None
+            return result
+
+        module.flashinfer_allreduce_residual_rmsnorm = counted
+
+
 def main() -> None:
     model, device_name, specs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     sglang_args = dict(item.split("=", 1) for item in sys.argv[4:])
@@ -116,10 +143,8 @@ def main() -> None:
     )
     first = States.resolve(specs[0], True, spec.num_layers)
     runner = engine.SGLangEngine(spec, first, place, options)
-    # Ids of ordinary text, so that real weights see what they know.
-    text = Path(__file__).with_name("prose.txt").read_text()
-    ids = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False).input_ids
-    pool = torch.tensor(ids[: sum(LENGTHS) + LONG])
+    fused = FusedCalls() if "flashinfer_allreduce_fusion_backend" in sglang_args else None
+    pool = ordinary_ids(Path(model), sum(LENGTHS) + LONG, spec.vocab_size)
     batch = Batch(0, LENGTHS, pool[: sum(LENGTHS)])
     long = Batch(1, (LONG,), pool[sum(LENGTHS) :])
     reference = None
@@ -160,6 +185,7 @@ def main() -> None:
                 "chunked": chunked,
                 "halved": halved,
                 "engine": runner.info.details,
+                "fused_calls": fused.count if fused else 0,
             }
             print("PARITY", json.dumps(line), flush=True)
             if "EXTRACTOR_PARITY_STATES" in os.environ:

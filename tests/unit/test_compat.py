@@ -73,6 +73,13 @@ def test_a_missing_sglang_is_refused_with_the_table(monkeypatch: pytest.MonkeyPa
         compat.require_supported()
 
 
+def test_the_fused_all_reduce_is_off_unless_it_is_asked_for() -> None:
+    off = {"enforce_disable_flashinfer_allreduce_fusion": True}
+    assert compat.fusion_values({}) == off
+    assert compat.fusion_values({"flashinfer_allreduce_fusion_backend": None}) == off
+    assert compat.fusion_values({"flashinfer_allreduce_fusion_backend": "auto"}) == {}
+
+
 def imported(tree: ast.AST) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree):

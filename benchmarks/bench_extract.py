@@ -64,6 +64,9 @@ def main() -> None:
     parser.add_argument(
         "--profile", type=Path, help="write a table of one bare pass's kernels there"
     )
+    parser.add_argument(
+        "--keep-kv", action="store_true", help="write keys and values as SGLang does"
+    )
     parser.add_argument("--sglang", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     place = Place.from_environment(args.tp)
@@ -320,6 +323,7 @@ def run(
             max_sequences=load.budget.max_sequences,
             longest=load.budget.longest,
             sglang_args=sglang,
+            keep_kv=args.keep_kv,
         ),
     )
     loaded = time.perf_counter()

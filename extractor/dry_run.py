@@ -156,7 +156,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
     tp = config.tp or int(os.environ.get("WORLD_SIZE", "1"))
     longest = int(lengths.max()) if len(left) else 0
     device = "cpu" if config.device == "cpu" else "cuda"
-    batch_tokens = memory.batch_tokens_of(spec, device, config.batch_tokens)
+    batch_tokens = memory.batch_tokens_of(spec, device, tp, config.batch_tokens)
     batches = plan.batches(
         left, store.lengths, batch_tokens, min(memory.MAX_SEQUENCES, batch_tokens)
     )

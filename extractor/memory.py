@@ -13,6 +13,9 @@ from extractor.topk import CHUNK_BYTES
 GIB = 1 << 30
 
 DEFAULT_TOKENS = {"cuda": 16_384, "cpu": 2_048}
+MOST_TOKENS, LEAST_TOKENS = 65_536, 2_048
+# Bytes of weights times tokens of a pass, from where on a GPU works longer than its launches take.
+ENOUGH_WORK = 60e12
 MAX_SEQUENCES = 512
 RING_SLOTS = 4
 
@@ -78,9 +81,17 @@ def needs(
     )
 
 
-def batch_tokens_of(spec: ModelSpec, device: str, asked: int | None) -> int:
-    """Token budget of a forward: --batch-tokens, or the device's default."""
-    return asked or min(DEFAULT_TOKENS[device], max(spec.context_length, 1))
+def batch_tokens_of(spec: ModelSpec, device: str, tp: int, asked: int | None) -> int:
+    """Token budget of a forward: --batch-tokens, or the device's default, which is larger where a rank's
+    part of the model is so small that launching a pass would take as long as the pass."""
+    if asked:
+        return asked
+    tokens = DEFAULT_TOKENS[device]
+    if device == "cpu":
+        return min(tokens, max(spec.context_length, 1))
+    while tokens < MOST_TOKENS and spec.weight_bytes // tp * tokens < ENOUGH_WORK:
+        tokens *= 2
+    return tokens
 
 
 def choose(
@@ -94,12 +105,33 @@ def choose(
     host_gib: float | None,
     topk: int = 0,
 ) -> Budget:
-    """Sizes for a run whose samples have at most `longest` tokens, storing row_bytes a token.
+    """Sizes for a run whose samples have at most `longest` tokens, storing row_bytes a token. A budget
+    that was not asked for is halved until it fits.
 
     Raises UsageError when one sample alone does not fit in memory."""
-    max_tokens = batch_tokens_of(spec, device, batch_tokens)
-    slot_bytes = row_bytes * max_tokens
-    slots = RING_SLOTS
+    max_tokens = batch_tokens_of(spec, device, tp, batch_tokens)
+    while True:
+        budget = _sized(spec, tp, row_bytes, max_tokens, longest, host_gib, topk)
+        try:
+            _check(budget, device, longest, row_bytes)
+        except UsageError:
+            if batch_tokens or budget.max_tokens // 2 < LEAST_TOKENS:
+                raise
+            max_tokens = budget.max_tokens // 2
+        else:
+            return budget
+
+
+def _sized(
+    spec: ModelSpec,
+    tp: int,
+    row_bytes: int,
+    max_tokens: int,
+    longest: int,
+    host_gib: float | None,
+    topk: int,
+) -> Budget:
+    slot_bytes, slots = row_bytes * max_tokens, RING_SLOTS
     if host_gib is not None:
         slots = int(host_gib * GIB) // slot_bytes
         if slots < 1:
@@ -111,7 +143,7 @@ def choose(
     need = needs(
         spec, tp=tp, row_bytes=row_bytes, max_tokens=max_tokens, longest=longest, topk=topk
     )
-    budget = Budget(
+    return Budget(
         max_tokens=max_tokens,
         max_sequences=min(MAX_SEQUENCES, max_tokens),
         longest=longest,
@@ -119,8 +151,6 @@ def choose(
         slots=slots,
         device_bytes=need.total,
     )
-    _check(budget, device, longest, row_bytes)
-    return budget
 
 
 def _check(budget: Budget, device: str, longest: int, row_bytes: int) -> None:

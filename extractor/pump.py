@@ -30,7 +30,7 @@ from extractor.writer import Durability, Writer
 # The loop launches hundreds of kernels a batch and asks for the interpreter at each: a thread that kept
 # it for the usual 5 ms would starve the device.
 SWITCH_SECONDS = 0.0005
-MOST_WRITERS = 8
+MOST_WRITERS = 16
 
 
 def write_batches(
@@ -53,7 +53,7 @@ def write_batches(
     Args:
         batches: all of them, of all replicas.
         journal: name of this writer's.
-        threads: that write files; None for as many as cores, up to MOST_WRITERS.
+        threads: that write files; None for as many as it takes, up to the cores and MOST_WRITERS.
         counter: in torchrun's store, from which replicas take numbers of batches.
 
     Returns whether a signal stopped it, and what run.json says of it. Raises what pump raises.
@@ -68,6 +68,7 @@ def write_batches(
         ring,
         layout=layout,
         threads=threads or min(MOST_WRITERS, max(len(os.sched_getaffinity(0)), 2)),
+        at_once=threads is not None,
         durability=durability,
         landing=watch.step,
     )
@@ -126,7 +127,8 @@ def write_batches(
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds that the loop stood still, by what it waited for; `model` is time inside forward."""
+    """Seconds of the loop, by what it waited for: the next batch, a host buffer while writers were
+    behind, or the model: launching it, and a buffer that it has yet to fill."""
 
     data: float = 0.0
     disk: float = 0.0
@@ -176,13 +178,15 @@ def pump(
             if batch is None:
                 break
             mark = clock()
+            behind = writer.behind
             try:
                 buffer = ring.acquire(stager.nbytes(batch.num_tokens), check)
             except Stopped:
                 stopped = True
                 break
-            waits.disk += clock() - mark
-            mark = clock()
+            if behind:
+                waits.disk += clock() - mark
+                mark = clock()
             with watch.step("pass", str(batch), batch.num_tokens):
                 world.share_batch(batch)
                 captured = engine.forward(batch)

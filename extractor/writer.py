@@ -11,8 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -33,6 +33,10 @@ NON_FINITE = "non_finite"
 # Samples that a thread writes before it asks for more: one request, one lock and one write of the
 # journal for all of them, and little to wait for when one thread is last.
 SAMPLES_A_TASK = 8
+
+# Each thread that is not needed takes the interpreter from the one that launches kernels, so that there
+# are few until they fall behind.
+FIRST_THREADS = 4
 
 Durability = Literal["none", "file", "group"]
 
@@ -69,7 +73,8 @@ class Writer:
         journal: this writer's own.
         ring: where the batches' buffers go back to.
         layout: where a sample's file lies and what is in it.
-        threads: how many files are written at a time.
+        threads: how many files are written at a time, at most; there are few until the disk is behind.
+        at_once: start all threads now.
         durability: what is forced to disk before a sample counts as done. "none": nothing; a killed
             program loses nothing, a power cut may. "file": each file, its folder's entry and its
             journal line, one after the other. "group": a batch's files, then their folders, then
@@ -85,18 +90,22 @@ class Writer:
         *,
         layout: Layout,
         threads: int,
+        at_once: bool = False,
         durability: Durability = "none",
         landing: Landing = _unwatched,
     ) -> None:
         self._top, self._journal, self._ring = f"{output}/", journal, ring
         self._layout, self._durability, self._landing = layout, durability, landing
-        self._threads = threads
+        self._most_threads = threads
         self.progress = Progress()
         self.rejects: list[Reject] = []
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._batches: queue.SimpleQueue[StagedBatch | None] = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="writer")
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        for _ in range(threads if at_once else min(threads, FIRST_THREADS)):
+            self._add_thread()
         self._arrivals = threading.Thread(target=self._receive, name="arrivals", daemon=True)
         self._arrivals.start()
 
@@ -118,8 +127,25 @@ class Writer:
         """Wait until all is written, then raise what check() raises."""
         self._batches.put(None)
         self._arrivals.join()
-        self._pool.shutdown(wait=True)
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
         self.check()
+
+    @property
+    def behind(self) -> bool:
+        """Whether samples in host memory wait for a thread: the disk is slower than the model."""
+        return not self._tasks.empty()
+
+    def _add_thread(self) -> None:
+        name = f"writer-{len(self._threads)}"
+        self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+        self._threads[-1].start()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
     def _receive(self) -> None:
         while (staged := self._batches.get()) is not None:
@@ -134,11 +160,14 @@ class Writer:
                 self._ring.release(staged.buffer)
 
     def _scatter(self, staged: StagedBatch) -> None:
+        if self.behind and len(self._threads) < self._most_threads:
+            self._add_thread()
         count = len(staged.batch.samples)
         group = Group(count)
-        size = min(-(-count // self._threads), SAMPLES_A_TASK)
+        size = min(-(-count // len(self._threads)), SAMPLES_A_TASK)
         for begin in range(0, count, size):
-            self._pool.submit(self._task, staged, group, range(begin, min(begin + size, count)))
+            some = range(begin, min(begin + size, count))
+            self._tasks.put(partial(self._task, staged, group, some))
 
     def _task(self, staged: StagedBatch, group: "Group", sequences: range) -> None:
         """Write some samples of a batch; whoever is the last of its batch ends it."""

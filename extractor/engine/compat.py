@@ -177,6 +177,22 @@ def prepare_fusion(runner: Any, args: Any) -> str:
     return "unavailable" if unavailable() else "on"
 
 
+# Keys and values that nobody reads ------------------------------------------------------------------
+
+
+def skip_kv(runner: Any, whole: bool) -> bool:
+    """Let FlashAttention read a pass's keys and values where the layer made them, and leave them out of
+    the pool; or, for one chunk of several, let it write and read the pool again. Whether it does.
+
+    whole: every sequence of the pass is whole. The backend's own path for embedding models, which it
+    takes for latent attention never, and which knows no local attention."""
+    backend = runner.attn_backend
+    if not hasattr(backend, "fa_skip_kv_cache") or backend.use_mla or backend.has_local_attention:
+        return False
+    backend.fa_skip_kv_cache = whole and runner.server_args.kv_cache_dtype == "auto"
+    return backend.fa_skip_kv_cache
+
+
 # The runner ---------------------------------------------------------------------------------------
 
 

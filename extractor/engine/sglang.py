@@ -194,6 +194,8 @@ class SGLangEngine:
             "disable_radix_cache": True,
             "disable_hybrid_swa_memory": True,
             "disable_cuda_graph": True,
+            # It serves messages of up to 16 MB, a full pass's are larger; and it compiles at start.
+            "disable_custom_all_reduce": True,
             "mem_fraction_static": 0.95,
             "page_size": 1,
             "max_total_tokens": self._pool_tokens,
@@ -242,6 +244,7 @@ class SGLangEngine:
                 "tp": self._args.tp_size,
                 "ep": self._args.ep_size,
                 "fused_all_reduce": self._fusion,
+                "kv_writes": "of chunks" if self._skip_kv(whole=True) else "all",
                 "kv_pool_tokens": runner.max_total_num_tokens,
             },
         )
@@ -331,6 +334,7 @@ class SGLangEngine:
     def forward_bare(self, batch: Batch) -> None:
         """The backbone's pass and nothing else, once capture.remove() was called: what benchmarks
         compare the whole pipeline with."""
+        self._skip_kv(whole=True)
         self._pass(self._forward_batch(batch.input_ids, batch.lengths, 0))
 
     def _run(
@@ -339,8 +343,12 @@ class SGLangEngine:
         forward_batch = self._forward_batch(ids, lengths, prefix)
         if self._options.device.type == "cpu":
             self._runner.attn_backend.more_to_come = more
+        self._skip_kv(whole=prefix == 0 and not more)
         self._pass(forward_batch)
         return self.capture.take()
+
+    def _skip_kv(self, *, whole: bool) -> bool:
+        return not self._options.keep_kv and compat.skip_kv(self._runner, whole)
 
     def _pass(self, forward_batch: Any) -> None:
         with compat.forward_scope(self._runner, forward_batch):

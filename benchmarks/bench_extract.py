@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from extractor import memory, plan
 from extractor.config import ExtractConfig
 from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
+from extractor.dry_run import weight_bytes
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Engine, EngineInfo
 from extractor.layouts import LAYOUTS, Layout
@@ -124,6 +125,8 @@ def prepare_load(args: argparse.Namespace, place: Place, device: torch.device, w
         dtype=DTYPES[spec.dtype],
         model=spec.path.name,
     )
+    # A shape has no weight files to tell its size by.
+    spec = replace(spec, weight_bytes=weight_bytes(config, spec))
     budget = memory.choose(
         spec,
         device=device.type,

@@ -319,7 +319,8 @@ def replicas(setting: Setting, deadline: Deadline) -> list[Row]:
 
 
 def _rate(found: dict[str, Any]) -> str:
-    return f"{found['steady']:,.0f} tokens/s, {found['samples']:,} samples"
+    each = ", ".join(f"{rate:,}" for rate in found["by_replica"])
+    return f"{found['steady']:,.0f} tokens/s ({each}), {found['samples']:,} samples"
 
 
 def _replicas(
@@ -589,7 +590,11 @@ def main() -> None:
     setting = settle(args, machine)
     print(f"{machine.gpus} x {machine.name}; logs in {setting.work}", flush=True)
     patience = args.patience or (3.0 if machine.cpu else 1.0)
-    parts = {name: attempt(name, setting, patience) for name in args.only.split(",")}
+    parts: dict[str, dict[str, Any]] = {}
+    for name in args.only.split(","):
+        parts[name] = attempt(name, setting, patience)
+        # Whoever ends this early still has what was measured.
+        print(json.dumps({"part": name, **parts[name]}), flush=True)
     good = all(part["status"] != FAILED for part in parts.values())
     print(table(parts), flush=True)
     result = {

@@ -89,7 +89,8 @@ def batch_tokens_of(spec: ModelSpec, device: str, tp: int, asked: int | None) ->
     tokens = DEFAULT_TOKENS[device]
     if device == "cpu":
         return min(tokens, max(spec.context_length, 1))
-    while tokens < MOST_TOKENS and spec.weight_bytes // tp * tokens < ENOUGH_WORK:
+    part = spec.weight_bytes // tp  # 0 where there are no files, whose model may be of any size
+    while part and tokens < MOST_TOKENS and part * tokens < ENOUGH_WORK:
         tokens *= 2
     return tokens
 

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 NON_FINITE = "non_finite"
 
-# Samples that a thread writes before it asks for more: one request, one lock and one write of the
-# journal for all of them, and little to wait for when one thread is last.
-SAMPLES_A_TASK = 8
+# What a thread writes before it asks for more: small samples together, with one request, one lock and
+# one write of the journal, and little enough that no thread is last for long.
+TASK_BYTES, TASK_SAMPLES = 8 << 20, 8
 
 # Each thread that is not needed takes the interpreter from the one that launches kernels, so that there
 # are few until they fall behind.
@@ -105,7 +105,7 @@ class Writer:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         for _ in range(threads if at_once else min(threads, FIRST_THREADS)):
-            self._add_thread()
+            self._start_thread()
         self._arrivals = threading.Thread(target=self._receive, name="arrivals", daemon=True)
         self._arrivals.start()
 
@@ -126,7 +126,11 @@ class Writer:
     def close(self) -> None:
         """Wait until all is written, then raise what check() raises."""
         self._batches.put(None)
-        self._arrivals.join()
+        while self._arrivals.is_alive():  # no model to take the interpreter from any more
+            self._help()
+            self._arrivals.join(timeout=0.01)
+        while self._help():
+            pass
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -138,7 +142,15 @@ class Writer:
         """Whether samples in host memory wait for a thread: the disk is slower than the model."""
         return not self._tasks.empty()
 
-    def _add_thread(self) -> None:
+    def _help(self) -> bool:
+        """One thread more, if samples wait for one and there may be more."""
+        with self._lock:
+            wanted = self.behind and len(self._threads) < self._most_threads
+            if wanted:
+                self._start_thread()
+        return wanted
+
+    def _start_thread(self) -> None:
         name = f"writer-{len(self._threads)}"
         self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
         self._threads[-1].start()
@@ -160,11 +172,14 @@ class Writer:
                 self._ring.release(staged.buffer)
 
     def _scatter(self, staged: StagedBatch) -> None:
-        if self.behind and len(self._threads) < self._most_threads:
-            self._add_thread()
+        self._help()
         count = len(staged.batch.samples)
         group = Group(count)
-        size = min(-(-count // len(self._threads)), SAMPLES_A_TASK)
+        bytes_each = (
+            sum(plane.row_bytes for plane in staged.planes) * staged.batch.num_tokens // count
+        )
+        most = min(TASK_BYTES // max(bytes_each, 1), TASK_SAMPLES)
+        size = max(min(-(-count // len(self._threads)), most), 1)
         for begin in range(0, count, size):
             some = range(begin, min(begin + size, count))
             self._tasks.put(partial(self._task, staged, group, some))

@@ -13,6 +13,8 @@ from typing import Any
 
 # Else engine and client each pick the start method by what happens to be imported already.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+# Sampling is no part of what is measured, and FlashInfer's wants a package of its own.
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 from vllm import LLM, SamplingParams, TokensPrompt  # pyright: ignore[reportMissingImports]
 

@@ -1,6 +1,7 @@
 """One place for what differs between SGLang releases, and it must speak of the one installed."""
 
 import ast
+import importlib.util
 import importlib.metadata
 import subprocess
 import sys
@@ -108,3 +109,13 @@ def test_the_table_speaks_of_every_symbol_that_is_looked_up() -> None:
             if name == "symbol" and len(values) == 2:
                 asked.add((values[0], values[1]))
     assert asked == set(compat.SYMBOLS)
+
+
+def test_flash_attention_has_what_skip_kv_looks_for() -> None:
+    """On a machine without its kernels the module cannot be imported: its text is looked at."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations
+    name = "srt/layers/attention/flashattention_backend.py"
+    text = (Path(found.submodule_search_locations[0]) / name).read_text()
+    for attribute in ("fa_skip_kv_cache", "use_mla", "has_local_attention"):
+        assert f"self.{attribute} = " in text, attribute

@@ -63,7 +63,7 @@ GIB = 1 << 30
 # All ranks must be gone this long after one was killed, and all writers must end this near each other.
 DEAD_SECONDS, SPREAD = 60.0, 0.05
 SAMPLES_PER_GPU = 400
-REPLICA_BATCH = 4096  # small, so that replicas can end together
+REPLICA_BATCH = 8192  # small, so that replicas can end together
 OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
 
 

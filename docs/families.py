@@ -2,7 +2,7 @@
 
 EXTRACTOR_PARITY_LEDGER=docs/families.jsonl python -m pytest tests/integration/test_parity.py
 python -m docs.families                          # writes the table
-python -m docs.families --log LOG MODEL TP       # adds what one run of parity_worker printed
+python -m docs.families --log LOG MODEL TP [DEVICE]   # adds what one run of parity_worker printed
 python -m docs.families --differ A B             # two files of EXTRACTOR_PARITY_STATES
 """
 
@@ -50,12 +50,12 @@ def table(runs: list[dict[str, Any]]) -> str:
     """A row a family, release and device; the TP sizes and states of its runs together."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     # The last word on a model, release and size counts.
-    last = {(r["model"], r["sglang"], r["device"], r["tp"], r.get("ep", 1)): r for r in runs}
+    last = {(*_row(r), r["tp"], r.get("ep", 1)): r for r in runs}
     for run in last.values():
-        groups.setdefault((run["model"], run["sglang"], run["device"]), []).append(run)
+        groups.setdefault(_row(run), []).append(run)
     lines = [" | ".join(HEAD), " | ".join("---" for _ in HEAD)]
     order = list(FAMILIES)
-    for (model, sglang, device), found in sorted(
+    for (model, sglang, device, backend), found in sorted(
         groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])
     ):
         states = {name for run in found for name in run["states"]}
@@ -64,7 +64,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             FAMILIES[model],
             f"`{found[0]['model_class']}`",
             sglang,
-            f"{device}, {found[0]['compute_dtype']}",
+            ", ".join(filter(None, (device, found[0]["compute_dtype"], backend))),
             ", ".join(_ranks(run) for run in sorted(found, key=lambda run: run["tp"])),
             ", ".join(_short(states)),
             f"{max(run['median'] for run in found):.1e}",
@@ -73,6 +73,12 @@ def table(runs: list[dict[str, Any]]) -> str:
         )
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def _row(run: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Model, release, device and, where there is a choice, attention backend."""
+    backend = "" if run["device"] == "cpu" else run["attention_backend"].removesuffix("Backend")
+    return run["model"], run["sglang"], run["device"], backend.removesuffix("Attn")
 
 
 def _ranks(run: dict[str, Any]) -> str:
@@ -87,10 +93,10 @@ def _short(states: set[str]) -> list[str]:
     return [*span, *(name for name in ("embed", "final") if name in states)]
 
 
-def add_log(log: Path, model: str, ranks: int) -> None:
+def add_log(log: Path, model: str, ranks: int, device: str = "cpu") -> None:
     """A run of parity_worker by hand, as the tests would have recorded it."""
     lines = [line for line in log.read_text().splitlines() if line.startswith("PARITY ")]
-    run = summary(model, ranks, "cpu", [json.loads(line[7:]) for line in lines])
+    run = summary(model, ranks, device, [json.loads(line[7:]) for line in lines])
     with LEDGER.open("a") as handle:
         handle.write(json.dumps(run) + "\n")
 
@@ -104,7 +110,7 @@ def differ(one: Path, other: Path) -> str:
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["--log"]:
-        add_log(Path(argv[1]), argv[2], int(argv[3]))
+        add_log(Path(argv[1]), argv[2], int(argv[3]), *argv[4:5])
     elif argv[:1] == ["--differ"]:
         sys.stdout.write(differ(Path(argv[1]), Path(argv[2])) + "\n")
     else:

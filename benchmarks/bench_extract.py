@@ -73,6 +73,8 @@ def main() -> None:
     place = Place.from_environment(args.tp)
     if place.replicas > 1:
         parser.error(f"--tp {place.tp} of {place.world_size} ranks: this times one replica")
+    if args.profile and place.tp > 1:
+        parser.error("--profile is of one rank: the others would not be in its pass")
     device = engine_sglang.choose_device(args.device, place)
     engine_sglang.prepare_process(device, place)
     world = World(place)

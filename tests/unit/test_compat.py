@@ -1,8 +1,8 @@
 """One place for what differs between SGLang releases, and it must speak of the one installed."""
 
 import ast
-import importlib.util
 import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path

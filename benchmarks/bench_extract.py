@@ -257,6 +257,9 @@ class Bench:
     def whole(self, output: Path) -> Timed:
         self.engine.mark(self._states)
         timed = TimedEngine(self.engine, self.device)
+        if self.load.layout is not None:  # before the others' clocks begin
+            shutil.rmtree(output, ignore_errors=True)
+            output.mkdir(parents=True)
         self._all_here()
         mark = time.perf_counter()
         if self.load.layout is None:
@@ -270,8 +273,6 @@ class Bench:
     def _write(self, timed: TimedEngine, layout: Layout, output: Path) -> Timed:
         store, order = self.load.store, self.load.order
         assert store is not None and order is not None
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
         _, wrote = write_batches(
             cast(Engine, timed),
             self.world,
@@ -445,7 +446,7 @@ def profile(engine: engine_sglang.SGLangEngine, batch: Batch, path: Path) -> Non
     engine.capture.remove()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         engine.forward_bare(batch)
-        torch.cuda.synchronize()
+        _synchronize(torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
     table = seen.key_averages().table(
         sort_by="self_device_time_total", row_limit=40, max_name_column_width=90
     )

@@ -527,8 +527,8 @@ def settle(args: argparse.Namespace, machine: Machine) -> Setting:
     work = (args.work or args.output.with_name(args.output.name + "-work")).resolve()
     work.mkdir(parents=True, exist_ok=True)
     sglang: list[str] = list(args.sglang)
-    if not machine.cpu and not args.custom_all_reduce:
-        sglang.append("disable_custom_all_reduce=true")
+    if not machine.cpu and args.custom_all_reduce:
+        sglang.append("disable_custom_all_reduce=false")
     if not machine.cpu and args.attention != "default":
         sglang.append(f"attention_backend={args.attention}")
     output = args.output.resolve() / "bench-gpus"

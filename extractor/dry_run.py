@@ -26,7 +26,7 @@ from extractor.data.vocab import FREQUENCIES, TokenCounts, draft_vocabulary, voc
 from extractor.errors import UsageError
 from extractor.journal import find_done
 from extractor.layouts import LAYOUTS, Layout, Numbering
-from extractor.memory import Needs
+from extractor.memory import Needs, Room
 from extractor.model import ModelSpec
 from extractor.pipeline import DTYPES, check_output
 from extractor.plan import Plan
@@ -156,10 +156,19 @@ def make_estimate(config: ExtractConfig) -> Estimate:
     tp = config.tp or int(os.environ.get("WORLD_SIZE", "1"))
     longest = int(lengths.max()) if len(left) else 0
     device = "cpu" if config.device == "cpu" else "cuda"
-    batch_tokens = memory.batch_tokens_of(spec, device, tp, config.batch_tokens)
-    batches = plan.batches(
-        left, store.lengths, batch_tokens, min(memory.MAX_SEQUENCES, batch_tokens)
+    budget = memory.sizes(
+        spec,
+        device=device,
+        tp=tp,
+        row_bytes=layout.row_bytes,
+        longest=longest,
+        batch_tokens=config.batch_tokens,
+        host_gib=config.host_memory,
+        topk=layout.topk,
+        free=Room(device=_device_free(device), host=None),
     )
+    batch_tokens = budget.max_tokens
+    batches = plan.batches(left, store.lengths, batch_tokens, budget.max_sequences)
     need = memory.needs(
         spec,
         tp=tp,
@@ -200,7 +209,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         free=free_bytes(config.output),
         device=Needs(**{**asdict(need), "weights": weight_bytes(config, spec) // tp}),
         device_free=_device_free(device),
-        host=layout.row_bytes * batch_tokens * memory.RING_SLOTS,
+        host=budget.host_bytes,
         tp=tp,
         seconds=None if rate is None else tokens / rate,
     )

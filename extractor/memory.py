@@ -82,17 +82,38 @@ def needs(
 
 
 def batch_tokens_of(spec: ModelSpec, device: str, tp: int, asked: int | None) -> int:
-    """Token budget of a forward: --batch-tokens, or the device's default, which is larger where a rank's
-    part of the model is so small that launching a pass would take as long as the pass."""
+    """Token budget of a forward: --batch-tokens, or the device's default, which is larger where the
+    model is so small that launching a pass would take as long as the pass. (Over several ranks, which
+    cannot make it smaller in mid-run, it stays.)"""
     if asked:
         return asked
     tokens = DEFAULT_TOKENS[device]
     if device == "cpu":
         return min(tokens, max(spec.context_length, 1))
-    part = spec.weight_bytes // tp  # 0 where there are no files, whose model may be of any size
-    while part and tokens < MOST_TOKENS and part * tokens < ENOUGH_WORK:
+    weights = spec.weight_bytes  # 0 where there are no files, whose model may be of any size
+    while tp == 1 and weights and tokens < MOST_TOKENS and weights * tokens < ENOUGH_WORK:
         tokens *= 2
     return tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Free memory that a budget must fit.
+
+    Attributes:
+        device, host: bytes; None where it cannot be known.
+        writers: of this machine, each with a ring of its own.
+    """
+
+    device: int | None
+    host: int | None
+    writers: int = 1
+
+
+def room(device: str, writers: int) -> Room:
+    """What is free here and now."""
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else None
+    return Room(device=free, host=available_host_bytes(), writers=writers)
 
 
 def choose(
@@ -105,22 +126,61 @@ def choose(
     batch_tokens: int | None,
     host_gib: float | None,
     topk: int = 0,
+    writers: int = 1,
 ) -> Budget:
-    """Sizes for a run whose samples have at most `longest` tokens, storing row_bytes a token. A budget
-    that was not asked for is halved until it fits.
+    """Sizes for a run whose samples have at most `longest` tokens, storing row_bytes a token.
 
-    Raises UsageError when one sample alone does not fit in memory."""
-    max_tokens = batch_tokens_of(spec, device, tp, batch_tokens)
-    while True:
-        budget = _sized(spec, tp, row_bytes, max_tokens, longest, host_gib, topk)
-        try:
-            _check(budget, device, longest, row_bytes)
-        except UsageError:
-            if batch_tokens or budget.max_tokens // 2 < LEAST_TOKENS:
-                raise
-            max_tokens = budget.max_tokens // 2
-        else:
-            return budget
+    Raises UsageError when they do not fit in memory."""
+    free = room(device, writers)
+    budget = sizes(
+        spec,
+        device=device,
+        tp=tp,
+        row_bytes=row_bytes,
+        longest=longest,
+        batch_tokens=batch_tokens,
+        host_gib=host_gib,
+        topk=topk,
+        free=free,
+    )
+    if problem := lacking(budget, device, row_bytes, free):
+        raise UsageError(problem)
+    return budget
+
+
+def sizes(
+    spec: ModelSpec,
+    *,
+    device: str,
+    tp: int,
+    row_bytes: int,
+    longest: int,
+    batch_tokens: int | None,
+    host_gib: float | None,
+    topk: int,
+    free: Room,
+) -> Budget:
+    """The budget asked for, or the default one: halved while it does not fit or leaves a host ring too
+    small to overlap anything. Where halving does not help, the default one.
+
+    Raises UsageError when host_gib holds not even one token."""
+    tokens = batch_tokens_of(spec, device, tp, batch_tokens)
+
+    def sized(max_tokens: int) -> Budget:
+        return _sized(spec, tp, row_bytes, max_tokens, longest, host_gib, topk)
+
+    def fits(budget: Budget) -> bool:
+        small = budget.slots < RING_SLOTS and budget.max_tokens > DEFAULT_TOKENS[device]
+        return not small and lacking(budget, device, row_bytes, free) is None
+
+    first = sized(tokens)
+    if batch_tokens:
+        return first
+    tried = first
+    while not fits(tried) and tokens // 2 >= LEAST_TOKENS:
+        tokens //= 2
+        tried = sized(tokens)
+    return tried if fits(tried) else first
 
 
 def _sized(
@@ -154,24 +214,26 @@ def _sized(
     )
 
 
-def _check(budget: Budget, device: str, longest: int, row_bytes: int) -> None:
-    host_need = max(budget.host_bytes, longest * row_bytes)
-    host_free = available_host_bytes()
+def lacking(budget: Budget, device: str, row_bytes: int, free: Room) -> str | None:
+    """What there is too little of for this budget, as a sentence; None when it fits."""
+    host_need = max(budget.host_bytes, budget.longest * row_bytes) * free.writers
     if device == "cpu":
         host_need += budget.device_bytes
-    elif budget.device_bytes > (free := torch.cuda.mem_get_info()[0]):
-        raise UsageError(
+    elif free.device is not None and budget.device_bytes > free.device:
+        return (
             f"too little GPU memory: about {budget.device_bytes / GIB:.1f} GiB needed for weights, "
-            f"a batch of {budget.max_tokens:,} tokens and the longest sample of {longest:,}, and "
-            f"{free / GIB:.1f} GiB free: use a larger --tp, a smaller --batch-tokens or --max-length"
-        )
-    if host_need > host_free:
-        raise UsageError(
-            f"too little host memory: about {host_need / GIB:.1f} GiB needed for batches of "
-            f"{budget.max_tokens:,} tokens and the longest sample of {longest:,}, and "
-            f"{host_free / GIB:.1f} GiB free: use a smaller --batch-tokens, --host-memory or "
+            f"a batch of {budget.max_tokens:,} tokens and the longest sample of {budget.longest:,}, and "
+            f"{free.device / GIB:.1f} GiB free: use a larger --tp, a smaller --batch-tokens or "
             "--max-length"
         )
+    if free.host is not None and host_need > free.host:
+        return (
+            f"too little host memory: about {host_need / GIB:.1f} GiB needed for batches of "
+            f"{budget.max_tokens:,} tokens and the longest sample of {budget.longest:,}, and "
+            f"{free.host / GIB:.1f} GiB free: use a smaller --batch-tokens, --host-memory or "
+            "--max-length"
+        )
+    return None
 
 
 def available_host_bytes() -> int:

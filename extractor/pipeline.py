@@ -333,6 +333,7 @@ def _lead(
         batch_tokens=config.batch_tokens,
         host_gib=config.host_memory,
         topk=layout.topk,
+        writers=place.local_writers,
     )
     lead.plan = plan.batches(left, store.lengths, budget.max_tokens, budget.max_sequences)
     stages["plan"] = time.perf_counter() - mark

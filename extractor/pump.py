@@ -127,8 +127,8 @@ def write_batches(
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds of the loop, by what it waited for: the next batch, a host buffer while writers were
-    behind, or the model: launching it, and a buffer that it has yet to fill."""
+    """Seconds of the loop, by what it waited for: the next batch, a host buffer that is being written
+    to disk, or the model: launching it, and a buffer that it has yet to fill."""
 
     data: float = 0.0
     disk: float = 0.0
@@ -178,15 +178,16 @@ def pump(
             if batch is None:
                 break
             mark = clock()
-            behind = writer.behind
+            busy = writer.busy_seconds()
             try:
                 buffer = ring.acquire(stager.nbytes(batch.num_tokens), check)
             except Stopped:
                 stopped = True
                 break
-            if behind:
-                waits.disk += clock() - mark
-                mark = clock()
+            waited, busy = clock() - mark, writer.busy_seconds() - busy
+            waits.disk += min(waited, busy)
+            waits.model += max(waited - busy, 0.0)
+            mark = clock()
             with watch.step("pass", str(batch), batch.num_tokens):
                 world.share_batch(batch)
                 captured = engine.forward(batch)

@@ -76,7 +76,9 @@ class Blob(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> "Blob":
         """A view, not a copy; the tensor must be contiguous and on the CPU."""
         assert tensor.is_contiguous() and tensor.device.type == "cpu", tensor.shape
-        plain = tensor.view(torch.uint8) if tensor.dtype in NOT_IN_NUMPY else tensor
+        plain = tensor
+        if tensor.dtype in NOT_IN_NUMPY:
+            plain = tensor.reshape(-1).view(torch.uint8)
         data = plain.numpy().reshape(-1).view(np.uint8).data
         return cls(tensor.dtype, tuple(tensor.shape), data)
 
@@ -153,7 +155,9 @@ def write_pending(
     Raises OSError with path's name; the temporary file is gone then."""
     path = os.fspath(path)
     folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{_PROCESS}{next(_COUNTER):x}{TEMPORARY}")
+    temporary = os.path.join(
+        folder, f".{name}.{_PROCESS}{os.getpid():x}-{next(_COUNTER):x}{TEMPORARY}"
+    )
     digest = xxhash.xxh3_64()
     size = 0
     try:
@@ -263,7 +267,8 @@ def _write_all(descriptor: int, parts: Sequence[bytes | memoryview], size: int) 
 
 
 def compact_json(value: object) -> bytes:
-    """JSON without spaces; half a surrogate pair, which has no UTF-8, as its escape."""
+    """JSON without spaces, of text, whole numbers, lists and dicts; half a surrogate pair, which has no
+    UTF-8, as its escape."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:

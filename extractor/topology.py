@@ -43,6 +43,7 @@ class Place:
         tp: ranks that hold one copy of the model together.
         restart: how often this node's torchrun has restarted its ranks.
         nodes: torchrun agents of this world.
+        local_size: ranks on this node.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Place:
     tp: int
     restart: int = 0
     nodes: int = 1
+    local_size: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size % self.tp:
@@ -70,6 +72,7 @@ class Place:
             tp=tp or world_size,
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
 
     @property
@@ -79,6 +82,11 @@ class Place:
     @property
     def replicas(self) -> int:
         return self.world_size // self.tp
+
+    @property
+    def local_writers(self) -> int:
+        """Replicas that write from this node."""
+        return max(self.local_size // self.tp, 1)
 
     @property
     def tp_rank(self) -> int:

@@ -99,6 +99,7 @@ class Writer:
         self._most_threads = threads
         self.progress = Progress()
         self.rejects: list[Reject] = []
+        self._unwritten, self._busy, self._busy_since = 0, 0.0, 0.0
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._batches: queue.SimpleQueue[StagedBatch | None] = queue.SimpleQueue()
@@ -137,23 +138,38 @@ class Writer:
             thread.join()
         self.check()
 
-    @property
-    def behind(self) -> bool:
-        """Whether samples in host memory wait for a thread: the disk is slower than the model."""
-        return not self._tasks.empty()
+    def busy_seconds(self) -> float:
+        """Seconds so far in which a batch that has arrived was not yet written."""
+        with self._lock:
+            now = time.perf_counter() if self._unwritten else self._busy_since
+            return self._busy + now - self._busy_since
+
+    def _arrived(self, change: int) -> None:
+        """One batch more that has arrived, or one fewer."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._unwritten:
+                self._busy += now - self._busy_since
+            self._unwritten += change
+            self._busy_since = now
 
     def _help(self) -> bool:
-        """One thread more, if samples wait for one and there may be more."""
+        """One thread more, if samples wait for one and there may be more; whether there is."""
         with self._lock:
-            wanted = self.behind and len(self._threads) < self._most_threads
-            if wanted:
+            if self._tasks.empty() or len(self._threads) >= self._most_threads:
+                return False
+            try:
                 self._start_thread()
-        return wanted
+            except RuntimeError:  # the system gives no more; those that are there go on
+                self._most_threads = len(self._threads)
+                return False
+        return True
 
     def _start_thread(self) -> None:
         name = f"writer-{len(self._threads)}"
-        self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -175,6 +191,7 @@ class Writer:
         self._help()
         count = len(staged.batch.samples)
         group = Group(count)
+        self._arrived(1)
         bytes_each = (
             sum(plane.row_bytes for plane in staged.planes) * staged.batch.num_tokens // count
         )
@@ -202,6 +219,7 @@ class Writer:
             self._fail(error)
         if group.add(len(sequences), pending):
             self._ring.release(staged.buffer)
+            self._arrived(-1)
             self._finish(group)
 
     def _finish(self, group: "Group") -> None:
@@ -239,12 +257,13 @@ class Writer:
         if self._durability == "group":
             pending.append((sample, file))
             return
-        done.append((sample, file.commit()))
-        if self._durability == "file":
-            sync_path(file.folder)
-            self._journal.finished_together(done)
-            self._count(done)
-            done.clear()
+        written = file.commit()
+        if self._durability == "none":
+            done.append((sample, written))
+            return
+        sync_path(file.folder)
+        self._journal.finished(sample, written)
+        self._count([(sample, written)])
 
     def _count(self, items: Sequence[tuple[Sample, Written]], seconds: float = 0.0) -> None:
         with self._lock:

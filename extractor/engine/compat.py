@@ -180,17 +180,24 @@ def prepare_fusion(runner: Any, args: Any) -> str:
 # Keys and values that nobody reads ------------------------------------------------------------------
 
 
-def skip_kv(runner: Any, whole: bool) -> bool:
-    """Let FlashAttention read a pass's keys and values where the layer made them, and leave them out of
-    the pool; or, for one chunk of several, let it write and read the pool again. Whether it does.
-
-    whole: every sequence of the pass is whole. The backend's own path for embedding models, which it
-    takes for latent attention never, and which knows no local attention."""
+def can_skip_kv(runner: Any) -> bool:
+    """Whether the attention backend can read a pass's keys and values where the layer made them: FA3's
+    own path for embedding models, which latent and local attention and a pool of another dtype do not
+    have. (Up to 0.5.21 it calls FA3 even when the backend is FA4.)"""
     backend = runner.attn_backend
-    if not hasattr(backend, "fa_skip_kv_cache") or backend.use_mla or backend.has_local_attention:
-        return False
-    backend.fa_skip_kv_cache = whole and runner.server_args.kv_cache_dtype == "auto"
-    return backend.fa_skip_kv_cache
+    return (
+        hasattr(backend, "fa_skip_kv_cache")
+        and backend.fa_impl_ver == 3
+        and backend.kv_cache_dtype_str == "auto"
+        and not backend.use_mla
+        and not backend.has_local_attention
+    )
+
+
+def skip_kv(runner: Any, whole: bool) -> None:
+    """Leave a pass's keys and values out of the pool, where every sequence of it is whole; write and
+    read them there for one chunk of several. For a runner that can_skip_kv."""
+    runner.attn_backend.fa_skip_kv_cache = whole
 
 
 # The runner ---------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ class SGLangEngine:
         self._runner.alloc_memory_pool()
         self._runner.init_attention_backends()
         self._fusion = compat.prepare_fusion(self._runner, self._args)
+        self._skips_kv = not options.keep_kv and compat.can_skip_kv(self._runner)
         backbone = find_backbone(self._runner.model)
         if backbone is None:
             raise UsageError(f"{spec.architecture} has no capture marks where they were expected")
@@ -244,7 +245,7 @@ class SGLangEngine:
                 "tp": self._args.tp_size,
                 "ep": self._args.ep_size,
                 "fused_all_reduce": self._fusion,
-                "kv_writes": "of chunks" if self._skip_kv(whole=True) else "all",
+                "kv_writes": "of chunks" if self._skips_kv else "all",
                 "kv_pool_tokens": runner.max_total_num_tokens,
             },
         )
@@ -334,7 +335,7 @@ class SGLangEngine:
     def forward_bare(self, batch: Batch) -> None:
         """The backbone's pass and nothing else, once capture.remove() was called: what benchmarks
         compare the whole pipeline with."""
-        self._skip_kv(whole=True)
+        self._place_kv(whole=True)
         self._pass(self._forward_batch(batch.input_ids, batch.lengths, 0))
 
     def _run(
@@ -343,12 +344,13 @@ class SGLangEngine:
         forward_batch = self._forward_batch(ids, lengths, prefix)
         if self._options.device.type == "cpu":
             self._runner.attn_backend.more_to_come = more
-        self._skip_kv(whole=prefix == 0 and not more)
+        self._place_kv(whole=prefix == 0 and not more)
         self._pass(forward_batch)
         return self.capture.take()
 
-    def _skip_kv(self, *, whole: bool) -> bool:
-        return not self._options.keep_kv and compat.skip_kv(self._runner, whole)
+    def _place_kv(self, *, whole: bool) -> None:
+        if self._skips_kv:
+            compat.skip_kv(self._runner, whole)
 
     def _pass(self, forward_batch: Any) -> None:
         with compat.forward_scope(self._runner, forward_batch):

@@ -117,5 +117,12 @@ def test_flash_attention_has_what_skip_kv_looks_for() -> None:
     assert found is not None and found.submodule_search_locations
     name = "srt/layers/attention/flashattention_backend.py"
     text = (Path(found.submodule_search_locations[0]) / name).read_text()
-    for attribute in ("fa_skip_kv_cache", "use_mla", "has_local_attention"):
+    asked = (
+        "fa_skip_kv_cache",
+        "fa_impl_ver",
+        "kv_cache_dtype_str",
+        "use_mla",
+        "has_local_attention",
+    )
+    for attribute in asked:
         assert f"self.{attribute} = " in text, attribute

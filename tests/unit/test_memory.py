@@ -1,0 +1,79 @@
+"""The token budget: larger for small models, halved where memory lacks, never where it was asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extractor.memory import GIB, RING_SLOTS, Budget, Room, batch_tokens_of, lacking, sizes
+from extractor.model import ModelSpec
+
+ROW = 8192  # four states of 1,024 values in bfloat16
+PLENTY = Room(device=100 * GIB, host=100 * GIB)
+
+
+def small(weights: float = 1.2e9) -> ModelSpec:
+    return ModelSpec(
+        path=Path("small"),
+        architecture="Qwen3ForCausalLM",
+        num_layers=28,
+        hidden_size=1024,
+        num_heads=16,
+        num_kv_heads=8,
+        vocab_size=151_936,
+        context_length=40_960,
+        dtype="bfloat16",
+        kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
+        weight_bytes=int(weights),
+        digest="",
+    )
+
+
+def sized(free: Room = PLENTY, **changed: Any) -> Budget:
+    given = {"batch_tokens": None, "host_gib": None, "topk": 0, "tp": 1, "longest": 2048}
+    return sizes(small(), device="cuda", row_bytes=ROW, free=free, **given | changed)
+
+
+@pytest.mark.parametrize(
+    ("weights", "tp", "asked", "tokens"),
+    [
+        (1.2e9, 1, None, 65_536),
+        (3.4e9, 1, None, 32_768),
+        (16.4e9, 1, None, 16_384),
+        (1.2e9, 2, None, 16_384),
+        (0, 1, None, 16_384),
+        (1.2e9, 1, 5_000, 5_000),
+    ],
+)
+def test_default(weights: float, tp: int, asked: int | None, tokens: int) -> None:
+    assert batch_tokens_of(small(weights), "cuda", tp, asked) == tokens
+
+
+def test_little_gpu_memory_halves_the_default() -> None:
+    free = Room(device=8 * GIB, host=None)
+    budget = sized(free)
+    assert 2_048 <= budget.max_tokens < 65_536
+    assert lacking(budget, "cuda", ROW, free) is None
+    twice = sized(free, batch_tokens=budget.max_tokens * 2)
+    assert twice.max_tokens == budget.max_tokens * 2
+    assert "too little GPU memory" in str(lacking(twice, "cuda", ROW, free))
+
+
+def test_where_halving_does_not_help_the_default_is_complained_about() -> None:
+    free = Room(device=GIB, host=None)
+    budget = sized(free)
+    assert "65,536 tokens" in str(lacking(budget, "cuda", ROW, free))
+
+
+def test_a_small_host_ring_keeps_its_slots() -> None:
+    budget = sized(host_gib=0.5)
+    assert budget.slots == RING_SLOTS and budget.max_tokens == 16_384
+    assert budget.host_bytes <= 0.5 * GIB
+
+
+def test_every_writer_of_a_machine_has_a_ring() -> None:
+    alone, eight = (Room(device=None, host=3 * GIB, writers=count) for count in (1, 8))
+    budget = sized(alone)
+    assert budget.max_tokens == 65_536 and budget.host_bytes == 2 * GIB
+    assert "too little host memory" in str(lacking(budget, "cuda", ROW, eight))
+    assert sized(eight).host_bytes * 8 <= 3 * GIB

@@ -8,6 +8,7 @@ JSON with the medians. Rates are of files, without what it takes to make room fo
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -18,14 +19,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.durability import BATCH, HIDDEN, STATES, write
+from extractor.memory import RING_SLOTS
 from extractor.store import sample_path
 
 
-def loop(folder: Path, samples: int, data: Sequence[bytes | memoryview], threads: int) -> float:
-    """Seconds to write that many files of the same bytes, each under its own name."""
+def loop(folder: Path, samples: int, files: Sequence[Sequence[memoryview]], threads: int) -> float:
+    """Seconds to write that many files, each under its own name, their bytes in turn from `files`."""
 
     def one(row: int) -> None:
+        data = files[row % len(files)]
         descriptor = os.open(folder / sample_path(row, 0), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             os.writev(descriptor, data)
@@ -52,9 +57,16 @@ def main() -> None:
     tokens = max(options.kib * 1024 // (HIDDEN * 2 * len(STATES)), 1)
     samples = options.samples // BATCH * BATCH
     top = Path(tempfile.mkdtemp(prefix="bench-writer-", dir=options.folder))
-    state = os.urandom(HIDDEN * 2 * tokens)  # as a tensor: no zeros that a filesystem could skip
-    plain = [bytes(1024), bytes(8 * tokens), bytes(tokens), *[state] * len(STATES)]
-    size = sum(map(len, plain))
+    # As much memory as the writer's ring, so that both write what no cache holds; no zeros, which a
+    # filesystem could skip.
+    lengths = [1024, 8 * tokens, *[HIDDEN * 2 * tokens] * len(STATES), tokens]
+    size = sum(lengths)
+    memory = memoryview(np.random.default_rng(0).bytes(size * BATCH * RING_SLOTS))
+    ends = list(itertools.accumulate(lengths))
+    plain = [
+        [memory[at + end - length : at + end] for end, length in zip(ends, lengths, strict=True)]
+        for at in range(0, len(memory), size)
+    ]
     rates: dict[str, list[float]] = {"writer": [], "loop": []}
     try:
         for number in range(options.rounds + 1):  # the first one warms up

@@ -13,8 +13,8 @@ import torch
 
 from extractor.journal import JOURNAL, Journal
 from extractor.layouts.native import Native
-from extractor.records import Batch, CapturedBatch, Sample
-from extractor.transfer import HostRing, Stager
+from extractor.records import Batch, Sample
+from extractor.transfer import HostRing, StagedBatch
 from extractor.writer import Durability, Writer
 
 HIDDEN, STATES, BATCH = 1024, ("1", "2", "4", "final"), 32
@@ -22,18 +22,22 @@ MODES: tuple[Durability, ...] = ("none", "group", "file")
 
 
 def write(folder: Path, mode: Durability, batches: int, tokens: int, threads: int = 4) -> float:
-    """Seconds to write that many batches of BATCH samples."""
+    """Seconds to write that many batches of BATCH samples, which lie in host memory as a GPU's copies
+    leave them."""
     layout = Native(stored=STATES, hidden=HIDDEN, dtype=torch.bfloat16, model="m")
     planes = layout.planes
     size = BATCH * tokens
-    device = torch.device("cpu")
-    ring = HostRing(size * sum(plane.row_bytes for plane in planes), 4, pinned=False)
-    stager = Stager(planes, ring, device)
+    nbytes = size * layout.row_bytes
+    ring = HostRing(nbytes, 4, pinned=False)
+    held = [ring.acquire(nbytes, lambda: None) for _ in range(4)]
+    for buffer in held:  # not zeros, which a filesystem could skip
+        buffer.random_(0, 256)
+        ring.release(buffer)
+    finite = torch.ones(len(planes), size, dtype=torch.bool)
     journal = Journal(folder / JOURNAL / "0000.jsonl", sync=mode != "none")
-    writer = Writer(folder, journal, ring, layout=layout, threads=threads, durability=mode)
-    states = {name: torch.randn(size, HIDDEN).to(torch.bfloat16) for name in STATES}
     ids, mask = torch.arange(tokens), torch.ones(tokens, dtype=torch.uint8)
     begun = time.perf_counter()
+    writer = Writer(folder, journal, ring, layout=layout, threads=threads, durability=mode)
     for number in range(batches):
         samples = tuple(
             Sample(
@@ -46,9 +50,8 @@ def write(folder: Path, mode: Durability, batches: int, tokens: int, threads: in
             )
             for i in range(BATCH)
         )
-        buffer = ring.acquire(stager.nbytes(size), writer.check)
-        captured = CapturedBatch(Batch.of(number, samples), states)
-        writer.submit(stager.stage(captured, buffer))
+        buffer = ring.acquire(nbytes, writer.check)
+        writer.submit(StagedBatch(Batch.of(number, samples), planes, buffer, finite))
     writer.close()
     journal.close()
     return time.perf_counter() - begun

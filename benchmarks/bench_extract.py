@@ -36,7 +36,7 @@ from extractor.dry_run import weight_bytes
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Engine, EngineInfo
 from extractor.layouts import LAYOUTS, Layout
-from extractor.memory import Budget
+from extractor.memory import Ask, Budget
 from extractor.model import ModelSpec
 from extractor.pipeline import DTYPES
 from extractor.plan import Plan
@@ -105,7 +105,6 @@ class Load:
     batches: list[Batch]
     store: PreparedStore | None = None
     layout: Layout | None = None
-
     order: Plan | None = None
 
     @property
@@ -127,17 +126,16 @@ def prepare_load(args: argparse.Namespace, place: Place, device: torch.device, w
         dtype=DTYPES[spec.dtype],
         model=spec.path.name,
     )
-    # A shape has no weight files to tell its size by.
-    spec = replace(spec, weight_bytes=weight_bytes(config, spec))
-    budget = memory.choose(
-        spec,
+    ask = Ask(
+        # A shape has no weight files to tell its size by.
+        spec=replace(spec, weight_bytes=weight_bytes(config, spec)),
         device=device.type,
         tp=place.tp,
         row_bytes=layout.row_bytes,
         longest=int(store.lengths.max()),
         batch_tokens=args.batch_tokens,
-        host_gib=None,
     )
+    budget = memory.choose(ask)
     order = plan.batches(
         np.arange(len(store.lengths)), store.lengths, budget.max_tokens, budget.max_sequences
     )
@@ -344,8 +342,8 @@ def run(
             print(runs[-1], flush=True)
     fullest = max(load.batches, key=lambda batch: batch.num_tokens)
     passes = one_pass(engine, fullest, device)
-    if args.profile and place.is_writer:
-        profile(engine, fullest, args.profile)
+    if args.profile:
+        profile(engine, fullest, device, args.profile)
     if not place.is_writer:
         return {}
     assert load.store is not None
@@ -373,7 +371,7 @@ def run(
     }
     if device.type == "cuda":
         result |= _ceilings(engine, device, medians(runs)["whole_tokens_per_s"])
-        result["copy_gb_per_s"] = round(copy_rate(load, device), 2)
+        result["copy_gb_per_s"] = round(copy_rate(load, fullest, device), 2)
     return result
 
 
@@ -439,26 +437,27 @@ def one_pass(
     }
 
 
-def profile(engine: engine_sglang.SGLangEngine, batch: Batch, path: Path) -> None:
+def profile(
+    engine: engine_sglang.SGLangEngine, batch: Batch, device: torch.device, path: Path
+) -> None:
     """Where a bare pass's time goes, by kernel, as a table."""
     from torch.profiler import ProfilerActivity, profile
 
     engine.capture.remove()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         engine.forward_bare(batch)
-        _synchronize(torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
+        _synchronize(device)
     table = seen.key_averages().table(
         sort_by="self_device_time_total", row_limit=40, max_name_column_width=90
     )
     path.write_text(f"{batch}\n{table}\n")
 
 
-def copy_rate(load: Load, device: torch.device) -> float:
+def copy_rate(load: Load, batch: Batch, device: torch.device) -> float:
     """GB/s of the staging of one batch's states, encoded and copied to pinned memory, with nothing else
     under way."""
     layout, budget = load.layout, load.budget
     assert layout is not None
-    batch = max(load.batches, key=lambda each: each.num_tokens)
     ring = HostRing(budget.slot_bytes, 1, pinned=True)
     stager = Stager(layout.planes, ring, device)
     size = (batch.num_tokens, layout.hidden)

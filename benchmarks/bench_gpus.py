@@ -42,6 +42,7 @@ from benchmarks.children import (
     Deadline,
     Failed,
     alive,
+    last_json,
     last_words,
     rank_of,
     run,
@@ -271,7 +272,7 @@ def share(setting: Setting, deadline: Deadline) -> list[Row]:
             OK,
             f"share {result['share']:.3f}: bare {result['bare_tokens_per_s']:,}, whole "
             f"{result['whole_tokens_per_s']:,} tokens/s",
-            {k: v for k, v in result.items() if k != "runs"} | {"runs": result["runs"]},
+            result,
         ),
         Row(
             "rank 0",
@@ -455,16 +456,6 @@ def check(
     if sorted(lines) != list(range(samples)):
         raise Failed(f"{len(lines)} journal lines for {samples} samples")
     return found
-
-
-def last_json(text: str) -> dict[str, Any] | None:
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            try:
-                return json.loads(line)
-            except ValueError:
-                continue
-    return None
 
 
 PARTS: dict[str, tuple[Callable[[Setting, Deadline], list[Row]], float]] = {

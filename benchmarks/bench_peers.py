@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.children import ROOT, last_json
 from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
 from extractor.states import States
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 OURS = "extractor"
 
 
@@ -230,7 +230,7 @@ def measure(peer: Peer, job: Job, log: Path) -> Outcome:
     if own_path and not Path(own_path).is_dir():
         outcome.why = f"--{peer.packages}-path {own_path} is not a folder"
         return outcome
-    paths = [own_path, str(REPOSITORY), os.environ.get("PYTHONPATH")]
+    paths = [own_path, str(ROOT), os.environ.get("PYTHONPATH")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -245,7 +245,7 @@ def measure(peer: Peer, job: Job, log: Path) -> Outcome:
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment,
-            cwd=REPOSITORY,
+            cwd=ROOT,
             start_new_session=True,
         )
         try:
@@ -256,10 +256,11 @@ def measure(peer: Peer, job: Job, log: Path) -> Outcome:
             # Its helpers too: an engine left behind would keep the GPU's memory from the next one.
             stop(child)
     seconds = time.perf_counter() - begun
-    printed = log.read_text(errors="replace").splitlines()
-    found = None if code else last_result(printed)
+    text = log.read_text(errors="replace")
+    found = None if code else last_json(text, is_result)
     if found is None:
-        said = next((text.strip() for text in reversed(printed) if text.strip()), "nothing")
+        printed = text.splitlines()
+        said = next((each.strip() for each in reversed(printed) if each.strip()), "nothing")
         ended = f"stopped after {args.timeout:.0f} s" if code is None else f"exit code {code}"
         outcome.why = f"{ended}; it said last: {said[:200]}"
         print(*printed[-25:], sep="\n", file=sys.stderr)
@@ -282,17 +283,8 @@ def stop(child: "subprocess.Popen[bytes]") -> None:
     child.wait()
 
 
-def last_result(printed: list[str]) -> dict[str, Any] | None:
-    """The line of JSON among whatever a peer's libraries print after it."""
-    for text in reversed(printed):
-        if text.startswith("{"):
-            try:
-                found = json.loads(text)
-            except ValueError:
-                continue
-            if "peer_result" in found or found.get("benchmark") == "bench_extract":
-                return found
-    return None
+def is_result(found: dict[str, Any]) -> bool:
+    return "peer_result" in found or found.get("benchmark") == "bench_extract"
 
 
 def fill(outcome: Outcome, found: dict[str, Any]) -> None:

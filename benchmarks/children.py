@@ -1,15 +1,17 @@
 """Programs that a benchmark starts: each ends in time, with all that it started."""
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -128,6 +130,21 @@ def last_words(text: str) -> str:
     named = [line for line in lines if "Error" in line.split(" ", 3)[0] or "Error: " in line]
     named = [line for line in named if "ChildFailedError" not in line]
     return (named or lines or ["no output"])[-1][:300]
+
+
+def last_json(
+    text: str, wanted: Callable[[dict[str, Any]], bool] = lambda _: True
+) -> dict[str, Any] | None:
+    """The last line that is a JSON object and wanted, whatever libraries print after it."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if wanted(found):
+                return found
+    return None
 
 
 def _stat(pid: int) -> tuple[int, str, str] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.support.parity_ledger import summary
+from tests.support.parity_ledger import parse, summary
 
 HERE = Path(__file__).resolve().parent
 LEDGER, PAGE = HERE / "families.jsonl", HERE / "families.md"
@@ -95,8 +95,7 @@ def _short(states: set[str]) -> list[str]:
 
 def add_log(log: Path, model: str, ranks: int, device: str = "cpu") -> None:
     """A run of parity_worker by hand, as the tests would have recorded it."""
-    lines = [line for line in log.read_text().splitlines() if line.startswith("PARITY ")]
-    run = summary(model, ranks, device, [json.loads(line[7:]) for line in lines])
+    run = summary(model, ranks, device, parse(log.read_text().splitlines()))
     with LEDGER.open("a") as handle:
         handle.write(json.dumps(run) + "\n")
 

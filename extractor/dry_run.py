@@ -26,7 +26,7 @@ from extractor.data.vocab import FREQUENCIES, TokenCounts, draft_vocabulary, voc
 from extractor.errors import UsageError
 from extractor.journal import find_done
 from extractor.layouts import LAYOUTS, Layout, Numbering
-from extractor.memory import Needs, Room
+from extractor.memory import Ask, Needs, Room
 from extractor.model import ModelSpec
 from extractor.pipeline import DTYPES, check_output
 from extractor.plan import Plan
@@ -156,8 +156,8 @@ def make_estimate(config: ExtractConfig) -> Estimate:
     tp = config.tp or int(os.environ.get("WORLD_SIZE", "1"))
     longest = int(lengths.max()) if len(left) else 0
     device = "cpu" if config.device == "cpu" else "cuda"
-    budget = memory.sizes(
-        spec,
+    ask = Ask(
+        spec=spec,
         device=device,
         tp=tp,
         row_bytes=layout.row_bytes,
@@ -165,18 +165,12 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         batch_tokens=config.batch_tokens,
         host_gib=config.host_memory,
         topk=layout.topk,
-        free=Room(device=_device_free(device), host=None),
     )
+    device_free = _device_free(device)
+    budget = memory.sizes(ask, Room(device=device_free, host=None))
     batch_tokens = budget.max_tokens
     batches = plan.batches(left, store.lengths, batch_tokens, budget.max_sequences)
-    need = memory.needs(
-        spec,
-        tp=tp,
-        row_bytes=layout.row_bytes,
-        max_tokens=batch_tokens,
-        longest=longest,
-        topk=layout.topk,
-    )
+    need = memory.needs(ask, batch_tokens)
     summary = store.summary()
     tokens = int(lengths.sum(dtype=np.int64))
     rate = config.tokens_per_second
@@ -208,7 +202,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         choices={key: value + beside for key, value in _choices(layout_of, dtype, lengths).items()},
         free=free_bytes(config.output),
         device=Needs(**{**asdict(need), "weights": weight_bytes(config, spec) // tp}),
-        device_free=_device_free(device),
+        device_free=device_free,
         host=budget.host_bytes,
         tp=tp,
         seconds=None if rate is None else tokens / rate,

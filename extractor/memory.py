@@ -67,20 +67,6 @@ class Needs:
         return self.weights + self.kv + self.states + self.activations + self.logits
 
 
-def needs(
-    spec: ModelSpec, *, tp: int, row_bytes: int, max_tokens: int, longest: int, topk: int = 0
-) -> Needs:
-    pool = max(max_tokens, longest)
-    return Needs(
-        weights=spec.weight_bytes // tp,
-        kv=pool * spec.kv_bytes_per_token // max(min(tp, spec.num_kv_heads), 1),
-        states=row_bytes * max(max_tokens * 2, longest * 2),
-        activations=max_tokens * spec.hidden_size * 2 * 16,
-        # As computed, in float32, and once more for the logsumexp.
-        logits=3 * CHUNK_BYTES if topk else 0,
-    )
-
-
 def batch_tokens_of(spec: ModelSpec, device: str, tp: int, asked: int | None) -> int:
     """Token budget of a forward: --batch-tokens, or the device's default, which is larger where the
     model is so small that launching a pass would take as long as the pass. (Over several ranks, which
@@ -116,108 +102,96 @@ def room(device: str, writers: int) -> Room:
     return Room(device=free, host=available_host_bytes(), writers=writers)
 
 
-def choose(
-    spec: ModelSpec,
-    *,
-    device: str,
-    tp: int,
-    row_bytes: int,
-    longest: int,
-    batch_tokens: int | None,
-    host_gib: float | None,
-    topk: int = 0,
-    writers: int = 1,
-) -> Budget:
-    """Sizes for a run whose samples have at most `longest` tokens, storing row_bytes a token.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a budget is wanted for.
 
-    Raises UsageError when they do not fit in memory."""
-    free = room(device, writers)
-    budget = sizes(
-        spec,
-        device=device,
-        tp=tp,
-        row_bytes=row_bytes,
-        longest=longest,
-        batch_tokens=batch_tokens,
-        host_gib=host_gib,
-        topk=topk,
-        free=free,
+    Attributes:
+        device: "cuda" or "cpu".
+        row_bytes: stored of a token.
+        longest: tokens of the longest sample.
+        batch_tokens, host_gib: --batch-tokens and --host-memory; None for the default.
+        topk: of --topk-logits.
+    """
+
+    spec: ModelSpec
+    device: str
+    tp: int
+    row_bytes: int
+    longest: int
+    batch_tokens: int | None = None
+    host_gib: float | None = None
+    topk: int = 0
+
+
+def needs(ask: Ask, max_tokens: int) -> Needs:
+    spec, longest = ask.spec, ask.longest
+    pool = max(max_tokens, longest)
+    return Needs(
+        weights=spec.weight_bytes // ask.tp,
+        kv=pool * spec.kv_bytes_per_token // max(min(ask.tp, spec.num_kv_heads), 1),
+        states=ask.row_bytes * max(max_tokens * 2, longest * 2),
+        activations=max_tokens * spec.hidden_size * 2 * 16,
+        # As computed, in float32, and once more for the logsumexp.
+        logits=3 * CHUNK_BYTES if ask.topk else 0,
     )
-    if problem := lacking(budget, device, row_bytes, free):
+
+
+def choose(ask: Ask, writers: int = 1) -> Budget:
+    """The budget for what is free here and now. Raises UsageError when it does not fit."""
+    free = room(ask.device, writers)
+    budget = sizes(ask, free)
+    if problem := lacking(budget, ask, free):
         raise UsageError(problem)
     return budget
 
 
-def sizes(
-    spec: ModelSpec,
-    *,
-    device: str,
-    tp: int,
-    row_bytes: int,
-    longest: int,
-    batch_tokens: int | None,
-    host_gib: float | None,
-    topk: int,
-    free: Room,
-) -> Budget:
+def sizes(ask: Ask, free: Room) -> Budget:
     """The budget asked for, or the default one: halved while it does not fit or leaves a host ring too
     small to overlap anything. Where halving does not help, the default one.
 
     Raises UsageError when host_gib holds not even one token."""
-    tokens = batch_tokens_of(spec, device, tp, batch_tokens)
-
-    def sized(max_tokens: int) -> Budget:
-        return _sized(spec, tp, row_bytes, max_tokens, longest, host_gib, topk)
+    tokens = batch_tokens_of(ask.spec, ask.device, ask.tp, ask.batch_tokens)
 
     def fits(budget: Budget) -> bool:
-        small = budget.slots < RING_SLOTS and budget.max_tokens > DEFAULT_TOKENS[device]
-        return not small and lacking(budget, device, row_bytes, free) is None
+        small = budget.slots < RING_SLOTS and budget.max_tokens > DEFAULT_TOKENS[ask.device]
+        return not small and lacking(budget, ask, free) is None
 
-    first = sized(tokens)
-    if batch_tokens:
+    first = tried = _sized(ask, tokens)
+    if ask.batch_tokens:
         return first
-    tried = first
     while not fits(tried) and tokens // 2 >= LEAST_TOKENS:
         tokens //= 2
-        tried = sized(tokens)
+        tried = _sized(ask, tokens)
     return tried if fits(tried) else first
 
 
-def _sized(
-    spec: ModelSpec,
-    tp: int,
-    row_bytes: int,
-    max_tokens: int,
-    longest: int,
-    host_gib: float | None,
-    topk: int,
-) -> Budget:
-    slot_bytes, slots = row_bytes * max_tokens, RING_SLOTS
-    if host_gib is not None:
-        slots = int(host_gib * GIB) // slot_bytes
+def _sized(ask: Ask, max_tokens: int) -> Budget:
+    slot_bytes, slots = ask.row_bytes * max_tokens, RING_SLOTS
+    if ask.host_gib is not None:
+        slots = int(ask.host_gib * GIB) // slot_bytes
         if slots < 1:
-            max_tokens = int(host_gib * GIB) // row_bytes
+            max_tokens = int(ask.host_gib * GIB) // ask.row_bytes
             slots = 1
             if max_tokens < 1:
-                raise UsageError(f"--host-memory {host_gib}: one token's states take {row_bytes} B")
-            slot_bytes = row_bytes * max_tokens
-    need = needs(
-        spec, tp=tp, row_bytes=row_bytes, max_tokens=max_tokens, longest=longest, topk=topk
-    )
+                raise UsageError(
+                    f"--host-memory {ask.host_gib}: one token's states take {ask.row_bytes} B"
+                )
+            slot_bytes = ask.row_bytes * max_tokens
     return Budget(
         max_tokens=max_tokens,
         max_sequences=min(MAX_SEQUENCES, max_tokens),
-        longest=longest,
+        longest=ask.longest,
         slot_bytes=slot_bytes,
         slots=slots,
-        device_bytes=need.total,
+        device_bytes=needs(ask, max_tokens).total,
     )
 
 
-def lacking(budget: Budget, device: str, row_bytes: int, free: Room) -> str | None:
+def lacking(budget: Budget, ask: Ask, free: Room) -> str | None:
     """What there is too little of for this budget, as a sentence; None when it fits."""
-    host_need = max(budget.host_bytes, budget.longest * row_bytes) * free.writers
-    if device == "cpu":
+    host_need = max(budget.host_bytes, budget.longest * ask.row_bytes) * free.writers
+    if ask.device == "cpu":
         host_need += budget.device_bytes
     elif free.device is not None and budget.device_bytes > free.device:
         return (

@@ -38,7 +38,7 @@ from extractor.journal import (
 )
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.lock import ALL_ROWS, LOCK, FolderLock
-from extractor.memory import Budget
+from extractor.memory import Ask, Budget
 from extractor.model import ModelSpec
 from extractor.plan import Plan
 from extractor.progress import ProgressLine, say
@@ -324,8 +324,8 @@ def _lead(
         _write_vocabulary(config, spec, store)
     if not len(left):
         return Job(answer=_finish(lead, "complete")), None
-    budget = memory.choose(
-        spec,
+    ask = Ask(
+        spec=spec,
         device=device.type,
         tp=place.tp,
         row_bytes=layout.row_bytes,
@@ -333,8 +333,8 @@ def _lead(
         batch_tokens=config.batch_tokens,
         host_gib=config.host_memory,
         topk=layout.topk,
-        writers=place.local_writers,
     )
+    budget = memory.choose(ask, place.local_writers)
     lead.plan = plan.batches(left, store.lengths, budget.max_tokens, budget.max_sequences)
     stages["plan"] = time.perf_counter() - mark
     say(

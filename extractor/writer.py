@@ -192,9 +192,7 @@ class Writer:
         count = len(staged.batch.samples)
         group = Group(count)
         self._arrived(1)
-        bytes_each = (
-            sum(plane.row_bytes for plane in staged.planes) * staged.batch.num_tokens // count
-        )
+        bytes_each = self._layout.row_bytes * staged.batch.num_tokens // count
         most = min(TASK_BYTES // max(bytes_each, 1), TASK_SAMPLES)
         size = max(min(-(-count // len(self._threads)), most), 1)
         for begin in range(0, count, size):

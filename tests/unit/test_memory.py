@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from extractor.memory import GIB, RING_SLOTS, Budget, Room, batch_tokens_of, lacking, sizes
+from extractor.memory import GIB, RING_SLOTS, Ask, Budget, Room, batch_tokens_of, lacking, sizes
 from extractor.model import ModelSpec
 
 ROW = 8192  # four states of 1,024 values in bfloat16
@@ -29,9 +29,13 @@ def small(weights: float = 1.2e9) -> ModelSpec:
     )
 
 
+def ask(**changed: Any) -> Ask:
+    given = {"spec": small(), "device": "cuda", "tp": 1, "row_bytes": ROW, "longest": 2048}
+    return Ask(**given | changed)
+
+
 def sized(free: Room = PLENTY, **changed: Any) -> Budget:
-    given = {"batch_tokens": None, "host_gib": None, "topk": 0, "tp": 1, "longest": 2048}
-    return sizes(small(), device="cuda", row_bytes=ROW, free=free, **given | changed)
+    return sizes(ask(**changed), free)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +57,16 @@ def test_little_gpu_memory_halves_the_default() -> None:
     free = Room(device=8 * GIB, host=None)
     budget = sized(free)
     assert 2_048 <= budget.max_tokens < 65_536
-    assert lacking(budget, "cuda", ROW, free) is None
+    assert lacking(budget, ask(), free) is None
     twice = sized(free, batch_tokens=budget.max_tokens * 2)
     assert twice.max_tokens == budget.max_tokens * 2
-    assert "too little GPU memory" in str(lacking(twice, "cuda", ROW, free))
+    assert "too little GPU memory" in str(lacking(twice, ask(), free))
 
 
 def test_where_halving_does_not_help_the_default_is_complained_about() -> None:
     free = Room(device=GIB, host=None)
     budget = sized(free)
-    assert "65,536 tokens" in str(lacking(budget, "cuda", ROW, free))
+    assert "65,536 tokens" in str(lacking(budget, ask(), free))
 
 
 def test_a_small_host_ring_keeps_its_slots() -> None:
@@ -75,5 +79,5 @@ def test_every_writer_of_a_machine_has_a_ring() -> None:
     alone, eight = (Room(device=None, host=3 * GIB, writers=count) for count in (1, 8))
     budget = sized(alone)
     assert budget.max_tokens == 65_536 and budget.host_bytes == 2 * GIB
-    assert "too little host memory" in str(lacking(budget, "cuda", ROW, eight))
+    assert "too little host memory" in str(lacking(budget, ask(), eight))
     assert sized(eight).host_bytes * 8 <= 3 * GIB

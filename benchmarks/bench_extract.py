@@ -66,7 +66,9 @@ def main() -> None:
         "--profile", type=Path, help="write a table of one bare pass's kernels there"
     )
     parser.add_argument(
-        "--keep-kv", action="store_true", help="write keys and values as SGLang does"
+        "--as-sglang",
+        action="store_true",
+        help="passes as SGLang would run them: no kernel of ours",
     )
     parser.add_argument("--sglang", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
@@ -240,7 +242,7 @@ class Bench:
         )
 
     def _all_here(self) -> None:
-        _synchronize(self.device)
+        synchronize(self.device)
         self.world.least(0)
 
     def bare(self) -> float:
@@ -249,7 +251,7 @@ class Bench:
         mark = time.perf_counter()
         for batch in self.load.batches:
             self.engine.forward_bare(batch)
-        _synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter() - mark
 
     def whole(self, output: Path) -> Timed:
@@ -263,7 +265,7 @@ class Bench:
         if self.load.layout is None:
             ear = Listening(self.world)
             follow(cast(Engine, timed), cast(World, ear), self._watch)
-            _synchronize(self.device)
+            synchronize(self.device)
             seconds = time.perf_counter() - mark
             return Timed(seconds, _shares(timed, seconds) | {"for_writer": round(ear.seconds, 2)})
         return self._write(timed, self.load.layout, output)
@@ -327,7 +329,7 @@ def run(
             max_sequences=load.budget.max_sequences,
             longest=load.budget.longest,
             sglang_args=sglang,
-            keep_kv=args.keep_kv,
+            as_sglang=args.as_sglang,
         ),
     )
     loaded = time.perf_counter()
@@ -370,7 +372,7 @@ def run(
         "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2),
     }
     if device.type == "cuda":
-        result |= _ceilings(engine, device, medians(runs)["whole_tokens_per_s"])
+        result |= _ceilings(engine, device, load, medians(runs)["whole_tokens_per_s"])
         result["copy_gb_per_s"] = round(copy_rate(load, fullest, device), 2)
     return result
 
@@ -403,16 +405,25 @@ def medians(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _ceilings(
-    engine: engine_sglang.SGLangEngine, device: torch.device, rate: float
+    engine: engine_sglang.SGLangEngine, device: torch.device, load: Load, rate: float
 ) -> dict[str, object]:
-    """This rank's memory, and its part of the model's products against a matrix product's rate."""
-    peak = matrix_flops(device)
+    """This rank's memory, and its part of the model's products against a matrix product's rate: those
+    with the decoder layers' weights alone (no lm_head: it does not run), and with attention's beside
+    them, a causal mask's half. A GPU that multiplies for seconds on end gets warm and slows down, so the
+    ceiling is measured in a burst and over as long."""
+    peak, steady = matrix_flops(device), matrix_flops(device, seconds=3)
     active = engine.active_parameters()
+    weights = 2 * active * rate
+    pairs = sum(n * (n + 1) // 2 for batch in load.batches for n in batch.lengths)
+    attention = 2 * engine.attention_width() * pairs / load.tokens * rate
     return {
         "device_peak_gib": round(torch.cuda.max_memory_allocated() / (1 << 30), 2),
         "matrix_tflops": round(peak / 1e12, 1),
+        "matrix_tflops_steady": round(steady / 1e12, 1),
         "active_parameters": active,
-        "weights_share_of_matrix_ceiling": round(2 * active * rate / peak, 4),
+        "weights_share_of_matrix_ceiling": round(weights / peak, 4),
+        "products_share_of_matrix_ceiling": round((weights + attention) / peak, 4),
+        "products_share_of_steady_ceiling": round((weights + attention) / steady, 4),
     }
 
 
@@ -424,11 +435,11 @@ def one_pass(
     engine.capture.remove()
     launched, done = [], []
     for _ in range(5):
-        _synchronize(device)
+        synchronize(device)
         mark = time.perf_counter()
         engine.forward_bare(batch)
         launched.append(time.perf_counter() - mark)
-        _synchronize(device)
+        synchronize(device)
         done.append(time.perf_counter() - mark)
     middle = statistics.median
     return {
@@ -441,16 +452,21 @@ def profile(
     engine: engine_sglang.SGLangEngine, batch: Batch, device: torch.device, path: Path
 ) -> None:
     """Where a bare pass's time goes, by kernel, as a table."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     engine.capture.remove()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         engine.forward_bare(batch)
-        _synchronize(device)
-    table = seen.key_averages().table(
-        sort_by="self_device_time_total", row_limit=40, max_name_column_width=90
-    )
-    path.write_text(f"{batch}\n{table}\n")
+        synchronize(device)
+    kernels = [each for each in seen.key_averages() if each.device_type == DeviceType.CUDA]
+    kernels.sort(key=lambda each: each.self_device_time_total, reverse=True)
+    total = sum(each.self_device_time_total for each in kernels)
+    lines = [f"{batch}: {total / 1e3:.1f} ms of kernels", "    ms  share  calls  kernel"]
+    for each in kernels[:30]:
+        spent = each.self_device_time_total
+        lines.append(f"{spent / 1e3:6.1f}  {spent / total:5.1%}  {each.count:5}  {each.key[:90]}")
+    path.write_text("\n".join(lines) + "\n")
 
 
 def copy_rate(load: Load, batch: Batch, device: torch.device) -> float:
@@ -465,15 +481,17 @@ def copy_rate(load: Load, batch: Batch, device: torch.device) -> float:
     states = {name: torch.zeros(size, dtype=dtype, device=device) for name in layout.captured}
     buffer, rates = ring.acquire(stager.nbytes(batch.num_tokens), lambda: None), []
     for _ in range(5):
-        _synchronize(device)
+        synchronize(device)
         mark = time.perf_counter()
         stager.stage(CapturedBatch(batch, states), buffer).wait()
         rates.append(stager.nbytes(batch.num_tokens) / (time.perf_counter() - mark) / 1e9)
     return statistics.median(rates)
 
 
-def matrix_flops(device: torch.device, size: int = 8192, repeats: int = 20) -> float:
-    """FLOP/s of a bf16 matrix product of random data: the ceiling to compare with."""
+def matrix_flops(device: torch.device, size: int = 8192, seconds: float = 0.03) -> float:
+    """FLOP/s of a bf16 matrix product of random data, repeated for about so long: the ceiling to compare
+    with."""
+    repeats = max(round(seconds * 7e14 / (2 * size**3)), 10)
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     for _ in range(3):
@@ -487,7 +505,7 @@ def matrix_flops(device: torch.device, size: int = 8192, repeats: int = 20) -> f
     return 2 * size**3 * repeats / (begin.elapsed_time(end) / 1e3)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

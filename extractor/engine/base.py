@@ -42,7 +42,7 @@ class EngineOptions:
         longest: tokens of the longest sample; the KV pool holds it whole.
         topk: how many of the likeliest tokens to give beside the states; 0 for none.
         sglang_args: the user's ServerArgs fields, as text.
-        keep_kv: write keys and values to the pool even where nobody reads them, as SGLang does.
+        as_sglang: run passes as SGLang would: none of the kernels and omissions that make ours faster.
         verbose: let SGLang log.
     """
 
@@ -52,7 +52,7 @@ class EngineOptions:
     longest: int
     sglang_args: dict[str, str]
     topk: int = 0
-    keep_kv: bool = False
+    as_sglang: bool = False
     trust_remote_code: bool = False
     verbose: bool = False
 

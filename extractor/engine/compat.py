@@ -60,6 +60,15 @@ SYMBOLS: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("sglang.srt.layers.logits_processor", "LogitsProcessor"): (FIRST, LAST),
     ("sglang.srt.layers.logits_processor", "_is_cpu"): (FIRST, LAST),
     ("sglang.srt.layers.vocab_parallel_embedding", "VocabParallelEmbedding"): (FIRST, LAST),
+    ("sglang.srt.layers.moe.moe_runner.triton_utils", "override_config"): (FIRST, LAST),
+    (
+        "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config",
+        "get_default_config",
+    ): (
+        FIRST,
+        LAST,
+    ),
+    ("sglang.srt.layers.rotary_embedding", "RotaryEmbedding"): (FIRST, LAST),
     ("sglang.srt.layers.flashinfer_comm_fusion", "pre_initialize_workspaces"): (FIRST, LAST),
     ("sglang.srt.layers.flashinfer_comm_fusion", "is_flashinfer_allreduce_unavailable"): (
         FIRST,
@@ -198,6 +207,51 @@ def skip_kv(runner: Any, whole: bool) -> None:
     """Leave a pass's keys and values out of the pool, where every sequence of it is whole; write and
     read them there for one chunk of several. For a runner that can_skip_kv."""
     runner.attn_backend.fa_skip_kv_cache = whole
+
+
+# Tiles for experts ----------------------------------------------------------------------------------
+
+# Shared memory of a Hopper GPU in bytes: a smaller one may be too small for the tile.
+SHARED_MEMORY = 227 * 1024
+# Rows of tokens that meet an expert, from which EXPERT_TILE was measured to be the faster.
+EXPERT_ROWS = 256
+EXPERT_TILE = {
+    "BLOCK_SIZE_M": 128,
+    "BLOCK_SIZE_N": 256,
+    "BLOCK_SIZE_K": 64,
+    "GROUP_SIZE_M": 1,
+    "num_warps": 8,
+    "num_stages": 3,
+}
+
+
+def prefer_long_tiles(shared_memory: int) -> bool:
+    """Give SGLang's Triton experts a tile for passes as long as ours, where SGLang has no measured one
+    for a model's shape and takes one that suits decoding; whether this GPU, of so much shared memory a
+    block in bytes, can (docs/decisions/0009-tiles-for-experts.md)."""
+    if shared_memory < SHARED_MEMORY:
+        return False
+    default = symbol(
+        "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config",
+        "get_default_config",
+    )
+    module: Any = importlib.import_module(default.__module__)
+
+    def choose(*given: Any) -> dict[str, int]:
+        tokens, experts, _, _, chosen, dtype, marlin, *_ = given
+        # No dtype: neither quantized nor float32.
+        if dtype is None and not marlin and tokens * chosen >= EXPERT_ROWS * experts:
+            return dict(EXPERT_TILE)
+        return default(*given)
+
+    module.get_default_config = choose
+    return True
+
+
+def expert_tile(config: dict[str, int] | None) -> contextlib.AbstractContextManager[None]:
+    """A context in which SGLang's Triton experts multiply in this tile; for None, in its own choice."""
+    override = symbol("sglang.srt.layers.moe.moe_runner.triton_utils", "override_config")
+    return override(config)
 
 
 # The runner ---------------------------------------------------------------------------------------

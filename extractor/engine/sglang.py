@@ -138,11 +138,14 @@ class SGLangEngine:
         self._runner.alloc_memory_pool()
         self._runner.init_attention_backends()
         self._fusion = compat.prepare_fusion(self._runner, self._args)
-        self._skips_kv = not options.keep_kv and compat.can_skip_kv(self._runner)
+        self._own_kernels: dict[str, Any] = {}
+        self._skips_kv = not options.as_sglang and compat.can_skip_kv(self._runner)
         backbone = find_backbone(self._runner.model)
         if backbone is None:
             raise UsageError(f"{spec.architecture} has no capture marks where they were expected")
         self._backbone = backbone
+        if options.device.type == "cuda" and not options.as_sglang:
+            self._own_kernels = self._install_kernels()
         self.capture = self._captured(states)
         device = options.device
         self._slots = torch.arange(
@@ -150,6 +153,16 @@ class SGLangEngine:
         )
         self._requests = torch.arange(options.max_sequences, dtype=torch.int64, device=device)
         self._topk = self._make_topk(place) if options.topk else None
+
+    def _install_kernels(self) -> dict[str, Any]:
+        """Put ours in the place of SGLang's where they are faster; what was done, for run.json."""
+        from extractor.engine.qk_norm_rope import install
+
+        properties = torch.cuda.get_device_properties(self._options.device)
+        return {
+            "long_expert_tiles": compat.prefer_long_tiles(properties.shared_memory_per_block_optin),
+            "fused_qk_norm_rope": install(self._backbone),
+        }
 
     def _captured(self, states: States) -> Capture:
         """Hooks for these states, and for the final one where top-k logits are to come from it."""
@@ -247,6 +260,7 @@ class SGLangEngine:
                 "fused_all_reduce": self._fusion,
                 "kv_writes": "of chunks" if self._skips_kv else "all",
                 "kv_pool_tokens": runner.max_total_num_tokens,
+                **self._own_kernels,
             },
         )
 
@@ -330,6 +344,17 @@ class SGLangEngine:
             routed = weight.dim() == 3 and "experts" in name
             total += weight[0].numel() * chosen if routed else weight.numel()
         return total
+
+    def attention_width(self) -> int:
+        """Multiply-adds of a pair of tokens that see each other, in all layers on this rank."""
+        config = self._runner.model_config
+        text = config.hf_text_config
+        if getattr(text, "kv_lora_rank", None):
+            width = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
+        else:
+            width = 2 * config.head_dim
+        heads = text.num_attention_heads // self._args.tp_size
+        return len(self._backbone.layers) * heads * width  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def forward_bare(self, batch: Batch) -> None:

@@ -34,15 +34,15 @@ class Result:
         return [line for line in self.lines if line.startswith("extractor: ")]
 
 
-def torchrun(ranks: int, *command: str, timeout: float = 400) -> Result:
-    return run([*TORCHRUN, "--nproc-per-node", str(ranks), *command], timeout)
+def torchrun(ranks: int, *command: str, timeout: float = 400, **environment: str) -> Result:
+    return run([*TORCHRUN, "--nproc-per-node", str(ranks), *command], timeout, **environment)
 
 
-def run(command: list[str], timeout: float) -> Result:
+def run(command: list[str], timeout: float, **environment: str) -> Result:
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -126,3 +126,38 @@ def test_flash_attention_has_what_skip_kv_looks_for() -> None:
     )
     for attribute in asked:
         assert f"self.{attribute} = " in text, attribute
+
+
+TILES = """
+from extractor.engine import compat, cpu_platform
+cpu_platform.request()
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as module
+stock = module.get_default_config
+assert not compat.prefer_long_tiles(100 * 1024) and module.get_default_config is stock
+assert compat.prefer_long_tiles(compat.SHARED_MEMORY) and module.get_default_config is not stock
+
+def choose(tokens, dtype, marlin):
+    return module.get_default_config(tokens, 64, 1408, 2048, 6, dtype, marlin, None)
+
+import types
+module.get_exec = lambda: types.SimpleNamespace(
+    deterministic=types.SimpleNamespace(enable_deterministic_inference=False)
+)
+rows = compat.EXPERT_ROWS * 64 // 6 + 1
+assert choose(rows, None, False) == compat.EXPERT_TILE
+small = choose(rows - 1, None, False)
+assert small["BLOCK_SIZE_M"] < 128, small
+assert choose(rows, "fp8_w8a8", False) != compat.EXPERT_TILE
+assert choose(rows, None, True)["BLOCK_SIZE_M"] <= 64  # Marlin's kernels know no larger one
+with compat.expert_tile(compat.EXPERT_TILE):
+    from sglang.srt.layers.moe.moe_runner.triton_utils import get_config
+    assert get_config() == compat.EXPERT_TILE
+assert get_config() is None
+"""
+
+
+def test_experts_of_long_passes_get_the_long_tile_and_others_keep_theirs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TILES], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -129,6 +129,12 @@ PEERS = {
         "transformers",
         slow=True,
     ),
+    "transformers-backbone": Peer(
+        "the same without lm_head",
+        lambda job: job.runner("run_transformers", "--backbone", slow=True),
+        "transformers",
+        slow=True,
+    ),
 }
 
 

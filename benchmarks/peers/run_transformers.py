@@ -1,6 +1,7 @@
 """The loop that most dumpers are: transformers, one sample a forward, `.cpu()`, `torch.save`.
 
-The backbone alone is called, so no logits are computed and thrown away: kinder than most of them.
+They call the whole model and throw its logits away; --backbone calls what is under lm_head alone,
+which is the most that such a loop can reach.
 """
 
 import argparse
@@ -8,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from benchmarks.peers import common
 
 
 def main() -> None:
-    args = common.parser("transformers, batch 1, torch.save").parse_args()
+    parser = common.parser("transformers, batch 1, torch.save")
+    parser.add_argument("--backbone", action="store_true", help="without lm_head")
+    args = parser.parse_args()
     rows, keep = common.read_rows(args.rows), common.layers(args.layers)
     model = build(args)
 
@@ -37,15 +40,20 @@ def main() -> None:
         one_pass,
         files="*.pt",
         packages=("transformers",),
-        settings={"batch": 1, "attention": model.config._attn_implementation},
+        settings={
+            "batch": 1,
+            "class": type(model).__name__,
+            "attention": model.config._attn_implementation,
+        },
     )
 
 
 def build(args: argparse.Namespace) -> Any:
-    """The backbone with random weights, made where it will run."""
+    """The model, or its backbone, with random weights, made where it will run."""
     config = AutoConfig.from_pretrained(args.model)
+    kind = AutoModel if args.backbone else AutoModelForCausalLM
     with torch.device(args.device):
-        model = AutoModel.from_config(config, dtype=torch.bfloat16)
+        model = kind.from_config(config, dtype=torch.bfloat16)
     return model.eval()
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from extractor.writer import Durability, Writer
 # it for the usual 5 ms would starve the device.
 SWITCH_SECONDS = 0.0005
 MOST_WRITERS = 16
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def write_batches(
@@ -74,7 +75,7 @@ def write_batches(
     )
     total = int(batches.tokens(store.lengths).sum())
     line = ProgressLine("extracting", total, "token", quiet=world.place.rank != 0)
-    waits, timeline = Waits(), Timeline()
+    waits, timeline, memory = Waits(), Timeline(), HostMemory(budget.host_bytes)
 
     def numbers() -> Iterator[int]:
         while (number := world.next_number(counter)) < len(batches):
@@ -85,6 +86,7 @@ def write_batches(
 
     def step() -> None:
         at, done = time.perf_counter() - begun, writer.progress
+        memory.look()
         timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
         line.set(
             done.tokens,
@@ -121,6 +123,7 @@ def write_batches(
         "tokens_per_second": round(progress.tokens / seconds, 1),
         "waits": {name: round(value, 3) for name, value in asdict(waits).items()},
         "writing": round(progress.write_seconds, 3),
+        "host_memory": asdict(memory),
         "timeline": timeline.points,
     }
 
@@ -138,6 +141,30 @@ class Waits:
         return max(
             ("data", self.data), ("disk", self.disk), ("the model", self.model), key=_second
         )[0]
+
+
+@dataclass(slots=True)
+class HostMemory:
+    """A writer's resident memory in bytes.
+
+    Attributes:
+        bound: the most that states in flight may take.
+        before: of the process when its first batch began: libraries, and what the model left there.
+        most: of the process at any batch since.
+    """
+
+    bound: int
+    before: int = field(default_factory=lambda: resident_bytes())
+    most: int = 0
+
+    def look(self) -> None:
+        self.most = max(self.most, resident_bytes())
+
+
+def resident_bytes() -> int:
+    """Of this process; of files that it maps, such as prepared samples, only what is its own."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * PAGE
 
 
 def _second(pair: tuple[str, float]) -> float:

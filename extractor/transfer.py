@@ -4,7 +4,9 @@ stream of their own for the copies, and an event that says when a batch has land
 On the CPU the same code runs with plain buffers and no stream.
 """
 
+import mmap
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,7 +64,20 @@ class HostRing:
             self._changed.notify_all()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return pinned(nbytes) if self._pinned else torch.empty(nbytes, dtype=torch.uint8)
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Page-locked host memory, uint8, of no more pages than nbytes fill: PyTorch's own allocator takes
+    the next power of two, up to twice what the run's bound says. Given back with its last view.
+
+    Raises RuntimeError (CUDA's) when the pages cannot be locked."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
+    return tensor
 
 
 @dataclass(eq=False)

@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--longest", type=int, default=2048)
+    parser.add_argument("--layers", default="eagle3")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sglang", action="append", default=[], metavar="KEY=VALUE")
@@ -79,7 +80,8 @@ def one_start(args: argparse.Namespace, model: Path, rows: Path) -> dict[str, An
     more = [part for item in args.sglang for part in ("--sglang", item)]
     command = [
         *(sys.executable, "launch/extract.py", "--model", str(model), "--data", str(rows)),
-        *("--output", str(args.output), "--device", args.device, *more),
+        *("--output", str(args.output), "--device", args.device, "--layers", args.layers),
+        *more,
     ]
     begun = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT) as child:

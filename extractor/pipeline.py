@@ -10,7 +10,7 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
 PREPARED = "prepared"
 JOIN, START = "join", "start"  # where a replica's ranks meet
+IMPORT, JOB = "import", "job"  # what rank 0 tells the others
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -172,14 +173,12 @@ def _watched(
     try:
         with watch.stop.interrupting():
             if place.rank == 0:
-                try:
-                    job, lead = _lead(config, place, device, backend, begun)
-                except BaseException as error:
-                    world.tell("job", asdict(Job(answer=_exit_code(error))))
-                    raise
-                world.tell("job", asdict(job))
+                job, lead = _lead_and_tell(config, place, world, device, backend, begun)
             else:
-                job = Job(**world.hear("job", watch.check))
+                # While rank 0 does: its replica would be that much ahead of every other.
+                if world.hear(IMPORT, watch.check):
+                    backend.import_modules(device)
+                job = Job(**world.hear(JOB, watch.check))
         if job.answer == EXIT_AGAIN:  # rank 0 waits for the word of all that they stop
             raise Stopped("rank 0")
         if job.answer is not None:
@@ -261,9 +260,42 @@ def _mark_end(path: Path, status: str, reason: str) -> None:
 # Rank 0: what is to be done -----------------------------------------------------------------------
 
 
-def _lead(
-    config: ExtractConfig, place: Place, device: torch.device, backend: Backend, begun: float
+def _lead_and_tell(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    backend: Backend,
+    begun: float,
 ) -> tuple[Job, Lead | None]:
+    """_lead, and the others hear what came of it, or that there is nothing for them to do."""
+
+    def importing() -> None:
+        world.tell(IMPORT, True)
+
+    def tell(job: Job) -> None:
+        if job.answer is not None:  # those that have not begun to import need not
+            world.tell(IMPORT, False)
+        world.tell(JOB, asdict(job))
+
+    try:
+        job, lead = _lead(config, place, device, backend, begun, importing)
+    except BaseException as error:
+        tell(Job(answer=_exit_code(error)))
+        raise
+    tell(job)
+    return job, lead
+
+
+def _lead(
+    config: ExtractConfig,
+    place: Place,
+    device: torch.device,
+    backend: Backend,
+    begun: float,
+    importing: Callable[[], None],
+) -> tuple[Job, Lead | None]:
+    """importing: called right before this rank imports SGLang."""
     stages: dict[str, float] = {}
     spec = ModelSpec.read(config.model)
     asked = States.resolve(config.layers, config.final, spec.num_layers)
@@ -282,6 +314,7 @@ def _lead(
     run_path = _run_path(config)
     before = check_output(config.output)
     if before is None:
+        importing()
         backend.check_model(spec, place, config.sglang_args)
         stages["import"] = time.perf_counter() - begun
     lock = FolderLock(config.output, say)
@@ -342,6 +375,7 @@ def _lead(
         f"{budget.host_bytes / memory.GIB:.1f} GiB of states in host memory"
     )
     if before is not None:
+        importing()
         backend.check_model(spec, place, config.sglang_args)
     write_run(run_path, lead.run)
     job = Job(

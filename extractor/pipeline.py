@@ -98,7 +98,11 @@ class Job:
 
 @dataclass(slots=True)
 class Lead:
-    """What rank 0 knows beyond the job."""
+    """What rank 0 knows beyond the job.
+
+    Attributes:
+        counts: of supervised tokens, when a draft vocabulary is asked for.
+    """
 
     config: ExtractConfig
     spec: ModelSpec
@@ -111,6 +115,7 @@ class Lead:
     run_path: Path
     stages: dict[str, float]
     lock: FolderLock
+    counts: TokenCounts | None = None
 
 
 def extract(
@@ -354,7 +359,7 @@ def _lead(
         sweep_temporaries_of(config.output / REJECTS)
         write_rejects(config.output, [*store.rejects, *done.rejected.values()])
     with lock.alone("writing vocab/"):
-        _write_vocabulary(config, spec, store)
+        lead.counts = _write_vocabulary(config, spec, store)
     if not len(left):
         return Job(answer=_finish(lead, "complete")), None
     ask = Ask(
@@ -453,20 +458,23 @@ def _prepare(config: ExtractConfig, spec: ModelSpec) -> PreparedStore:
         line.close()
 
 
-def _write_vocabulary(config: ExtractConfig, spec: ModelSpec, store: PreparedStore) -> None:
-    """How often each token is supervised, over all rows, and a drafter's vocabulary if asked for."""
+def _write_vocabulary(
+    config: ExtractConfig, spec: ModelSpec, store: PreparedStore
+) -> TokenCounts | None:
+    """How often each token is supervised, over all rows, and a drafter's vocabulary if asked for; then
+    the counts are given back, for the layout's own files of it."""
     folder, size = config.output / VOCAB, config.draft_vocab_size
     if (folder / "token_freq.safetensors").exists() and not size:
-        return
+        return None
     counts = TokenCounts.of(store, spec.vocab_size)
     write_vocab(folder, counts, draft_vocabulary(counts, size) if size else None)
+    return counts if size else None
 
 
 def _write_side_files(lead: Lead) -> None:
     """The draft vocabulary once more, as the layout's own project wants it."""
-    if size := lead.config.draft_vocab_size:
-        counts = TokenCounts.of(lead.store, lead.spec.vocab_size)
-        for name, parts in lead.layout.vocabulary(counts, size).items():
+    if (size := lead.config.draft_vocab_size) and lead.counts is not None:
+        for name, parts in lead.layout.vocabulary(lead.counts, size).items():
             write_whole(lead.config.output / name, parts, sync=False)
 
 

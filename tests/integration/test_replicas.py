@@ -2,10 +2,12 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.together import Together, together
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.faults import Fault
@@ -42,6 +44,23 @@ def test_a_slow_replica_does_not_hold_the_other(bench: Bench) -> None:
     assert bench.run("--tp=1", ranks=2, faults=[slow]).code == 0
     results = replicas_of(bench)
     assert results[0]["samples"] > 3 * results[1]["samples"]
+
+
+def test_two_replicas_are_twice_as_fast(bench: Bench) -> None:
+    """On passes that take time and no CPU, as a GPU's do, after imports that take long."""
+    bench.rows(300)
+    faults = [SLOW, Fault(kind="slow_import", rank=None, seconds=1.5)]
+    found: list[Together] = []
+    for ranks in (1, 2):
+        assert (
+            bench.run("--tp=1", f"--output={bench.output}-{ranks}", ranks=ranks, faults=faults).code
+            == 0
+        )
+        run = json.loads(Path(f"{bench.output}-{ranks}", "run.json").read_text())
+        found.append(together(run["replicas"]))
+    alone, two = found
+    assert two.share > 0.6, "one came much later than the other"
+    assert 1.7 < two.rate / alone.rate < 2.3
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new folder", "second start"])

@@ -28,13 +28,14 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
+from benchmarks.timed import TimedEngine
 from extractor import memory, plan
 from extractor.config import ExtractConfig
 from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
 from extractor.dry_run import weight_bytes
 from extractor.engine import sglang as engine_sglang
-from extractor.engine.base import Engine, EngineInfo
+from extractor.engine.base import Engine
 from extractor.layouts import LAYOUTS, Layout
 from extractor.memory import Ask, Budget
 from extractor.model import ModelSpec
@@ -162,41 +163,6 @@ def share_load(world: World, load: Load | None) -> Load:
     return Load(told["model"], Budget(**told["budget"]), batches)
 
 
-class TimedEngine:
-    """An engine whose passes leave marks on the device's clock: how long it had work of ours."""
-
-    def __init__(self, engine: engine_sglang.SGLangEngine, device: torch.device) -> None:
-        self._engine, self._cuda = engine, device.type == "cuda"
-        self._marks: list[tuple[Any, Any]] = []
-        self.launching = 0.0
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    def forward(self, batch: Batch) -> CapturedBatch:
-        mark = time.perf_counter()
-        begin = self._event()
-        captured = self._engine.forward(batch)
-        self._marks.append((begin, self._event()))
-        self.launching += time.perf_counter() - mark
-        return captured
-
-    def _event(self) -> Any:
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def busy(self) -> float:
-        """Seconds between begin and end of passes on the device; on a CPU, within them."""
-        if not self._cuda:
-            return self.launching
-        torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in self._marks) / 1e3
-
-
 @dataclass
 class Listening:
     """A follower's ear: how long it waited for the writer's next batch."""
@@ -256,7 +222,7 @@ class Bench:
 
     def whole(self, output: Path) -> Timed:
         self.engine.mark(self._states)
-        timed = TimedEngine(self.engine, self.device)
+        timed = TimedEngine(cast(Engine, self.engine), self.device)
         if self.load.layout is not None:  # before the others' clocks begin
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)

@@ -13,8 +13,9 @@ Parts, each with a time-out of its own, none of which stops the others:
     replicas  as many replicas as GPUs, and half as many of two each, against one
     kill      a rank that dies in mid-run: how soon all have ended, and whether a second start completes
 
-A table, and JSON as the last line. Exit code 1 when a part failed; what this machine cannot do is
-named, as "unavailable", and is no failure.
+A table, and JSON as the last line, beside a line of JSON as each part ends. Exit code 1 when a part
+failed; what this machine cannot do is named, as "unavailable", and is no failure. SIGTERM or Ctrl-C
+ends what runs, and prints what there is.
 
 GPUs that share a host with others' may need NVLink multicast off: NCCL_NVLS_ENABLE=0,
 TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NVSHMEM_DISABLE_NVLS=1. Whatever is set reaches every process, and is
@@ -32,7 +33,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from typing import Any
 from benchmarks.children import (
     Child,
     Deadline,
+    Deadlines,
     Failed,
     alive,
     last_json,
@@ -48,7 +50,10 @@ from benchmarks.children import (
     run,
     torchrun,
 )
+from benchmarks.gpu_watch import GpuWatch, means
 from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
+from benchmarks.timed import read_marks
+from benchmarks.together import Together, together
 from tests.support import models
 from tests.support.parity_ledger import complaints, parse
 
@@ -61,8 +66,12 @@ FAMILIES = {
     "tiny_dsv3": ["0,2,4", "9,3,embed,1"],
 }
 GIB = 1 << 30
+# Whose latent is too narrow for FA3, which SGLang chooses on GPUs of compute capability 9.
+NOT_FOR_FA3 = ("tiny_dsv3",)
 # All ranks must be gone this long after one was killed, and all writers must end this near each other.
 DEAD_SECONDS, SPREAD = 60.0, 0.05
+# Replicas must be at work together for this part of a run, and as fast as this part of their number.
+TOGETHER, SPEEDUP = 0.5, 0.9
 SAMPLES_PER_GPU = 400
 REPLICA_BATCH = 8192  # small, so that replicas can end together
 OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
@@ -90,6 +99,7 @@ class Machine:
     gpus: int
     name: str
     gib: float  # of one GPU
+    capability: str = ""
     cpu: bool = False
 
 
@@ -148,14 +158,28 @@ class Setting:
         free = shutil.disk_usage(self.output).free
         return max(min(samples, int(free / 2 / token / mean)), 1)
 
+    def attention(self, family: str) -> tuple[str, ...]:
+        """The backend that a small model needs where SGLang's default and the user's wish are none."""
+        asked = any(value.startswith("attention_backend=") for value in self.sglang)
+        if asked or family not in NOT_FOR_FA3 or not self.machine.capability.startswith("9."):
+            return ()
+        return ("attention_backend=triton",)
+
     def extract(
-        self, ranks: int, tp: int, model: Path, samples: int, output: Path, *flags: str
+        self,
+        ranks: int,
+        tp: int,
+        model: Path,
+        samples: int,
+        output: Path,
+        *flags: str,
+        program: tuple[str, ...] = ("launch/extract.py",),
     ) -> list[str]:
         """The program's own command line."""
         budget = ["--batch-tokens", str(self.batch_tokens)] if self.batch_tokens else []
         return torchrun(
             ranks,
-            "launch/extract.py",
+            *program,
             *("--model", str(model), "--data", str(self.rows(samples))),
             *("--output", str(output), "--tp", str(tp), "--device", self.device),
             *("--layers", self.layers, *budget, *flags, *self.sglang_flags()),
@@ -169,9 +193,8 @@ class Setting:
 # Parts --------------------------------------------------------------------------------------------
 
 
-def startup(setting: Setting, deadline: Deadline) -> list[Row]:
+def startup(setting: Setting, deadline: Deadline) -> Iterator[Row]:
     """Stages as the program notes them, and what the clock on the wall says of it all."""
-    rows: list[Row] = []
     for number, name in enumerate(("first start", "second start")):
         output = fresh(setting.output / f"startup-{number}")
         mark = time.monotonic()
@@ -180,22 +203,21 @@ def startup(setting: Setting, deadline: Deadline) -> list[Row]:
         wall = time.monotonic() - mark
         stages = read_run(output)["stages"]
         shown = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.items())
-        rows.append(Row(name, OK, f"{shown}; {wall:.1f} s in all", {"wall": wall, **stages}))
+        yield Row(name, OK, f"{shown}; {wall:.1f} s in all", {"wall": wall, **stages})
         shutil.rmtree(output)
-    return rows
 
 
-def states(setting: Setting, deadline: Deadline) -> list[Row]:
+def states(setting: Setting, deadline: Deadline) -> Iterator[Row]:
     return _parity(setting, deadline, ())
 
 
-def fused(setting: Setting, deadline: Deadline) -> list[Row]:
+def fused(setting: Setting, deadline: Deadline) -> Iterator[Row]:
     if setting.machine.cpu:
-        return [Row("all", UNAVAILABLE, "SGLang's fused all-reduce needs a GPU")]
+        return iter([Row("all", UNAVAILABLE, "SGLang's fused all-reduce needs a GPU")])
     return _parity(setting, deadline, ("flashinfer_allreduce_fusion_backend=auto",))
 
 
-def _parity(setting: Setting, deadline: Deadline, sglang: tuple[str, ...]) -> list[Row]:
+def _parity(setting: Setting, deadline: Deadline, sglang: tuple[str, ...]) -> Iterator[Row]:
     """Families beside each other, for most of a run is import and compilation."""
     sizes = [2**n for n in range(1, 10) if 2**n <= setting.ranks]
     cases = [(name, tp) for tp in sizes for name in setting.families]
@@ -206,17 +228,18 @@ def _parity(setting: Setting, deadline: Deadline, sglang: tuple[str, ...]) -> li
         def one(case: tuple[str, int]) -> Row:
             return _family(setting, deadline, case[0], folders[case[0]], case[1], sglang)
 
-        return list(pool.map(one, cases))
+        yield from pool.map(one, cases)
 
 
 def _family(
     setting: Setting, deadline: Deadline, name: str, model: Path, tp: int, sglang: tuple[str, ...]
 ) -> Row:
     what, specs = f"{name} TP {tp}", FAMILIES[name]
+    attention = setting.attention(name)
     worker = ("-m", "tests.support.parity_worker", str(model), setting.device, json.dumps(specs))
     log = setting.work / f"{name}-{tp}{'-fused' if sglang else ''}.log"
     try:
-        text = run(torchrun(tp, *worker, *setting.sglang, *sglang), log, deadline)
+        text = run(torchrun(tp, *worker, *setting.sglang, *attention, *sglang), log, deadline)
         found = parse(text.splitlines())
         if [entry["layers"] for entry in found] != specs:
             raise Failed(f"judged {len(found)} of {len(specs)} choices: {last_words(text)}")
@@ -237,6 +260,8 @@ def _family(
         return Row(what, FAILED, "; ".join(wrong)[:500], values)
     note = f"{values['good']} of {values['judged']} good, {values['states']} states; median "
     note += f"{values['median']:.4f} against noise of {values['noise']:.4f}"
+    if attention:
+        note += f"; with {attention[0]}, for its latent is too narrow for FA3"
     if not sglang:
         return Row(what, OK, note, values)
     if values["fused_all_reduce"] != "on":
@@ -247,7 +272,7 @@ def _family(
     return Row(what, OK, f"{values['fused_calls']} fused calls; {note}", values)
 
 
-def share(setting: Setting, deadline: Deadline) -> list[Row]:
+def share(setting: Setting, deadline: Deadline) -> Iterator[Row]:
     samples = setting.fits(setting.large, setting.samples)
     # As in the other parts, so that a CPU's few and short samples make more than one batch.
     budget = ["--batch-tokens", str(setting.batch_tokens)] if setting.batch_tokens else []
@@ -266,102 +291,128 @@ def share(setting: Setting, deadline: Deadline) -> list[Row]:
     last = result["runs"][-1]
     writer, others = last["ranks"][0], last["ranks"][1:]
     copies = f"{result['copy_gb_per_s']} GB/s by themselves" if "copy_gb_per_s" in result else "-"
-    rows = [
-        Row(
-            f"TP {setting.ranks}, {setting.large.name}",
-            OK,
-            f"share {result['share']:.3f}: bare {result['bare_tokens_per_s']:,}, whole "
-            f"{result['whole_tokens_per_s']:,} tokens/s",
-            result,
-        ),
-        Row(
-            "rank 0",
-            OK,
-            f"files {result['gb_per_s']:.2f} GB/s; copies {copies}; of {writer['seconds']} s "
-            f"{writer['in_passes']} in passes; waits {last['waits']}",
-            writer | {"waits": last["waits"]},
-        ),
-    ]
+    yield Row(
+        f"TP {setting.ranks}, {setting.large.name}",
+        OK,
+        f"share {result['share']:.3f}: bare {result['bare_tokens_per_s']:,}, whole "
+        f"{result['whole_tokens_per_s']:,} tokens/s",
+        result,
+    )
+    yield Row(
+        "rank 0",
+        OK,
+        f"files {result['gb_per_s']:.2f} GB/s; copies {copies}; of {writer['seconds']} s "
+        f"{writer['in_passes']} in passes; waits {last['waits']}",
+        writer | {"waits": last["waits"]},
+    )
     for rank, numbers in enumerate(others, start=1):
         note = (
             f"of {numbers['seconds']} s {numbers['in_passes']} in passes; its thread launched for "
         )
         note += f"{numbers['launching']} s and waited {numbers['for_writer']} s for rank 0's word"
-        rows.append(Row(f"rank {rank}", OK, note, numbers))
-    return rows
+        yield Row(f"rank {rank}", OK, note, numbers)
 
 
-def replicas(setting: Setting, deadline: Deadline) -> list[Row]:
+@dataclass(frozen=True)
+class Replicas:
+    """A run of some replicas, and how fast they were while all were at work.
+
+    Attributes:
+        together: that time, and the rates in it.
+        spread: how far apart the writers ended, as a part of the run.
+        values: for the JSON: each one's own numbers, and what nvidia-smi saw meanwhile.
+    """
+
+    samples: int
+    together: Together
+    spread: float
+    values: dict[str, Any]
+
+    @property
+    def note(self) -> str:
+        each = ", ".join(f"{rate:,.0f}" for rate in self.together.rates)
+        return f"{self.together.rate:,.0f} tokens/s ({each}), {self.samples:,} samples"
+
+
+def replicas(setting: Setting, deadline: Deadline) -> Iterator[Row]:
     kinds = [(setting.ranks, 1)]
     if setting.ranks >= 4 and setting.ranks % 2 == 0:
         kinds.append((setting.ranks, 2))
     each = setting.fits(setting.small, setting.samples * setting.ranks) // setting.ranks
-    rows: list[Row] = []
     for ranks, tp in kinds:
         count = ranks // tp
         alone = _replicas(setting, deadline, tp, tp, each)
-        rows.append(Row(f"1 replica of TP {tp}", OK, _rate(alone), alone))
+        yield Row(f"1 replica of TP {tp}", OK, alone.note, alone.values)
         found = _replicas(setting, deadline, ranks, tp, each * count)
-        speedup = found["steady"] / alone["steady"]
-        problems = (
-            [] if found["spread"] <= SPREAD else [f"writers ended {found['spread']:.1%} apart"]
+        speedup = found.together.rate / alone.together.rate if alone.together.rate else 0.0
+        problems = slow_together(found, speedup / count)
+        note = f"{found.note}; {speedup:.2f} times one ({speedup / count:.0%} of {count}) in the "
+        note += (
+            f"{found.together.seconds:.1f} s in which all worked; every sample once; writers ended "
         )
-        note = f"{_rate(found)}; {speedup:.2f} times one ({speedup / count:.0%} of {count}); "
-        note += f"every sample once; writers ended within {found['spread']:.1%}"
-        rows.append(
-            Row(
-                f"{count} replicas of TP {tp}",
-                FAILED if problems and not setting.machine.cpu else OK,
-                note,
-                found | {"speedup": speedup},
-            )
+        note += f"within {found.spread:.1%}"
+        yield Row(
+            f"{count} replicas of TP {tp}",
+            FAILED if problems and not setting.machine.cpu else OK,
+            "; ".join([*problems, note]),
+            found.values | {"speedup": speedup},
         )
-    return rows
 
 
-def _rate(found: dict[str, Any]) -> str:
-    each = ", ".join(f"{rate:,}" for rate in found["by_replica"])
-    return f"{found['steady']:,.0f} tokens/s ({each}), {found['samples']:,} samples"
+def slow_together(found: Replicas, part: float) -> list[str]:
+    """What is wrong with replicas that are `part` times their number as fast as one."""
+    problems: list[str] = []
+    if found.together.share < TOGETHER:
+        problems.append(f"all worked in {found.together.share:.0%} of the run only")
+    elif part < SPEEDUP:
+        problems.append(f"{part:.0%} of their number times one")
+    if found.spread > SPREAD:
+        problems.append(f"writers ended {found.spread:.1%} apart")
+    return problems
 
 
-def _replicas(
-    setting: Setting, deadline: Deadline, ranks: int, tp: int, samples: int
-) -> dict[str, Any]:
-    """A run's replicas: their rates together, and how far apart they ended, as a part of the run."""
+def _replicas(setting: Setting, deadline: Deadline, ranks: int, tp: int, samples: int) -> Replicas:
     name = f"replicas-{ranks // tp}x{tp}"
-    output = fresh(setting.output / name)
+    output, marks = fresh(setting.output / name), fresh(setting.work / f"{name}-marks")
     budget = () if setting.batch_tokens else ("--batch-tokens", str(REPLICA_BATCH))
-    command = setting.extract(ranks, tp, setting.small, samples, output, *budget)
-    run(command, setting.work / f"{name}.log", deadline)
+    program = ("-m", "benchmarks.timed", "--marks", str(marks))
+    command = setting.extract(ranks, tp, setting.small, samples, output, *budget, program=program)
+    with GpuWatch() as gpus:
+        run(command, setting.work / f"{name}.log", deadline)
     check(setting, output, samples, deadline)
-    entries = read_run(output)["replicas"]
-    ends = [journal.stat().st_mtime for journal in (output / "journal").iterdir()]
-    if len(ends) != ranks // tp:
-        raise Failed(f"{ranks // tp} replicas, of which {len(ends)} wrote")
-    seconds = max(entry["seconds"] for entry in entries)
+    told = read_run(output)
+    entries = told["replicas"]
+    if idle := [entry["replica"] for entry in entries if not entry["samples"]]:
+        raise Failed(f"replica {idle[0]} of {ranks // tp} came too late for any sample")
     shutil.rmtree(output)
-    return {
-        "samples": samples,
-        "steady": sum(steady(entry) for entry in entries),
-        "by_replica": [round(steady(entry)) for entry in entries],
-        "shared": [entry["samples"] for entry in entries],
-        "seconds": seconds,
-        "spread": (max(ends) - min(ends)) / seconds,
-        "waits": [entry["waits"] for entry in entries],
-    }
+    found = together(entries)
+    ends = [entry["began"] + entry["timeline"][-1][0] for entry in entries]
+    begun = min(entry["began"] for entry in entries)
+    return Replicas(
+        samples=samples,
+        together=found,
+        spread=(max(ends) - min(ends)) / (max(ends) - begun),
+        values={
+            "samples": samples,
+            "together": asdict(found),
+            "stages": told["stages"],
+            "replicas": [
+                {**entry, "began": round(entry["began"] - begun, 3), "timeline": few(entry)}
+                for entry in entries
+            ],
+            "ranks": [asdict(each) for each in read_marks(marks)],
+            "gpus": [asdict(each) for each in means(gpus.samples, found.begin, found.end)],
+        },
+    )
 
 
-def steady(entry: dict[str, Any]) -> float:
-    """Tokens/s of a replica from a tenth of its tokens on: what the first batches set up is start-up."""
-    points = [point[:2] for point in entry["timeline"]]
-    last_at, last = points[-1]
-    for at, tokens in points:
-        if tokens >= last / 10 and at < last_at:
-            return (last - tokens) / (last_at - at)
-    return entry["tokens_per_second"]
+def few(entry: dict[str, Any], most: int = 20) -> list[list[float]]:
+    """Seconds and tokens of a timeline, at some of its points: the JSON is for people too."""
+    points = entry["timeline"]
+    return [point[:2] for point in points[:: -(-len(points) // most)]]
 
 
-def kill(setting: Setting, deadline: Deadline) -> list[Row]:
+def kill(setting: Setting, deadline: Deadline) -> Iterator[Row]:
     samples = setting.fits(setting.large, setting.samples)
     output = fresh(setting.output / "kill")
     command = setting.extract(setting.ranks, setting.ranks, setting.large, samples, output)
@@ -369,23 +420,21 @@ def kill(setting: Setting, deadline: Deadline) -> list[Row]:
     try:
         processes = _kill_one(child, output, setting.ranks - 1, deadline)
         mark = time.monotonic()
-        until = min(deadline, Deadline.after(DEAD_SECONDS), key=lambda each: each.end)
-        while alive(processes) and until.left:
+        until = Deadline.after(DEAD_SECONDS)
+        while alive(processes) and until.left and deadline.left:
             time.sleep(0.05)
         ended = time.monotonic() - mark
         left = alive(processes)
     finally:
         child.end()
-    rows = [
-        Row(
-            f"rank {setting.ranks - 1} killed",
-            FAILED if left or not child.code else OK,
-            f"{len(processes)} processes ended in {ended:.1f} s"
-            if not left
-            else f"{len(left)} of {len(processes)} processes live after {ended:.0f} s",
-            {"seconds": ended, "left": len(left), "said": last_words(child.text)},
-        )
-    ]
+    yield Row(
+        f"rank {setting.ranks - 1} killed",
+        FAILED if left or not child.code else OK,
+        f"{len(processes)} processes ended in {ended:.1f} s"
+        if not left
+        else f"{len(left)} of {len(processes)} processes live after {ended:.0f} s",
+        {"seconds": ended, "left": len(left), "said": last_words(child.text)},
+    )
     before = finished(output)
     run(command, setting.work / "resumed.log", deadline)
     check(setting, output, samples, deadline, "--deep")
@@ -394,9 +443,8 @@ def kill(setting: Setting, deadline: Deadline) -> list[Row]:
     values = {"started_from": started_from, "samples": samples}
     # A file whose line was being written may be found whole, or be written again.
     status = OK if 0 < started_from <= before < samples else FAILED
-    rows.append(Row("the same command again", status, note, values))
+    yield Row("the same command again", status, note, values)
     shutil.rmtree(output)
-    return rows
 
 
 def _kill_one(child: Child, output: Path, rank: int, deadline: Deadline) -> dict[int, str]:
@@ -458,28 +506,34 @@ def check(
     return found
 
 
-PARTS: dict[str, tuple[Callable[[Setting, Deadline], list[Row]], float]] = {
+# What each is given, in seconds.
+PARTS: dict[str, tuple[Callable[[Setting, Deadline], Iterator[Row]], float]] = {
     "startup": (startup, 180),
     "states": (states, 240),
     "fused": (fused, 420),
     "share": (share, 300),
-    "replicas": (replicas, 300),
+    "replicas": (replicas, 480),
     "kill": (kill, 240),
 }
 
 
-def attempt(name: str, setting: Setting, patience: float) -> dict[str, Any]:
-    """A part's rows and time; what goes wrong in it is a row."""
-    part, seconds = PARTS[name]
+def attempt(name: str, setting: Setting, deadline: Deadline) -> dict[str, Any]:
+    """A part's rows and time; what goes wrong in it is a row, after those that it had."""
+    part, _ = PARTS[name]
     mark = time.monotonic()
-    try:
-        rows = part(setting, Deadline.after(seconds * patience))
-    except Failed as error:
-        rows = [Row(name, FAILED, str(error))]
-    except Exception as error:
-        rows = [Row(name, FAILED, repr(error)[:500])]
-    for row in rows:
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
         print(f"{name:<9} {row.what:<26} {row.status:<12} {row.note}", flush=True)
+
+    try:
+        for row in part(setting, deadline):
+            add(row)
+    except Failed as error:
+        add(Row(name, FAILED, str(error)))
+    except Exception as error:
+        add(Row(name, FAILED, repr(error)[:500]))
     shutil.rmtree(setting.output, ignore_errors=True)
     status = next((s for s in (FAILED, OK) if any(r.status == s for r in rows)), UNAVAILABLE)
     return {
@@ -496,16 +550,21 @@ def look(device: str, gpus: int | None) -> Machine:
     """How many GPUs there are, without a context on any of them."""
     if device == "cpu":
         return Machine(gpus or 2, f"cpu x{os.cpu_count()}", 0.0, cpu=True)
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,compute_cap",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         text = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"bench_gpus: no GPU was found ({error}); --device cpu runs the same on a CPU")
-    found = [line.rsplit(", ", 1) for line in text.splitlines() if line.strip()]
+    found = [line.rsplit(", ", 2) for line in text.splitlines() if line.strip()]
     count = min(gpus or len(found), len(found))
     if count < 2:
         sys.exit(f"bench_gpus: {count} GPU; this needs two or more")
-    return Machine(count, found[0][0], float(found[0][1]) / 1024)
+    name, mib, capability = found[0]
+    return Machine(count, name, float(mib) / 1024, capability)
 
 
 def choose_shape(machine: Machine) -> str:
@@ -582,11 +641,14 @@ def main() -> None:
     print(f"{machine.gpus} x {machine.name}; logs in {setting.work}", flush=True)
     patience = args.patience or (3.0 if machine.cpu else 1.0)
     parts: dict[str, dict[str, Any]] = {}
+    deadlines = Deadlines()
     for name in args.only.split(","):
-        parts[name] = attempt(name, setting, patience)
+        if deadlines.asked:
+            break
+        parts[name] = attempt(name, setting, deadlines.after(PARTS[name][1] * patience))
         # Whoever ends this early still has what was measured.
         print(json.dumps({"part": name, **parts[name]}), flush=True)
-    good = all(part["status"] != FAILED for part in parts.values())
+    good = not deadlines.asked and all(part["status"] != FAILED for part in parts.values())
     print(table(parts), flush=True)
     result = {
         "benchmark": "bench_gpus",
@@ -597,6 +659,7 @@ def main() -> None:
         "sglang_args": setting.sglang,
         "multicast": {name: os.environ.get(name) for name in MULTICAST},
         "ok": good,
+        "ended_by": deadlines.asked,
         "parts": parts,
     }
     print(json.dumps(result))

@@ -17,9 +17,7 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import ROOT, last_json
+from benchmarks.children import ROOT, Child, Deadlines, Failed, last_json
 from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
 from extractor.states import States
 
@@ -205,8 +203,9 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     logs = args.logs or work
     logs.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, Outcome] = {}
+    deadlines = Deadlines()  # what was measured is printed, whoever ends this early
     for name in args.peers:
-        outcomes[name] = measure(PEERS[name], job, logs / f"{name}.log")
+        outcomes[name] = measure(PEERS[name], job, logs / f"{name}.log", deadlines)
         print(line(outcomes[name], outcomes.get(OURS)), flush=True)
         shutil.rmtree(job.output, ignore_errors=True)
     print(f"\n{HEADING}")
@@ -227,11 +226,14 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
 
 
-def measure(peer: Peer, job: Job, log: Path) -> Outcome:
+def measure(peer: Peer, job: Job, log: Path, deadlines: Deadlines) -> Outcome:
     """Run it, and read the line of JSON it ended with. Whatever went wrong is an outcome too."""
     args = job.args
     command = [getattr(args, f"{peer.packages}_python"), *peer.command(job)]
     outcome = Outcome(peer.title, shlex.join(command[1:]), writes=peer.writes)
+    if deadlines.asked:
+        outcome.why = f"{deadlines.asked} came before its turn"
+        return outcome
     own_path = getattr(args, f"{peer.packages}_path")
     if own_path and not Path(own_path).is_dir():
         outcome.why = f"--{peer.packages}-path {own_path} is not a folder"
@@ -244,49 +246,24 @@ def measure(peer: Peer, job: Job, log: Path) -> Outcome:
         "VLLM_NO_USAGE_STATS": "1",
         "WANDB_MODE": "disabled",
     }
-    begun = time.perf_counter()
-    with log.open("w") as out:
-        child = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = child.wait(args.timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            # Its helpers too: an engine left behind would keep the GPU's memory from the next one.
-            stop(child)
-    seconds = time.perf_counter() - begun
-    text = log.read_text(errors="replace")
-    found = None if code else last_json(text, is_result)
+    child = Child(command, log, environment)
+    code: int | None = None
+    with contextlib.suppress(Failed):
+        # With its helpers: an engine left behind would keep the GPU's memory from the next one.
+        code = child.wait(deadlines.after(args.timeout))
+    seconds = time.monotonic() - child.begun
+    text = child.text
+    found = None if code != 0 else last_json(text, is_result)
     if found is None:
         printed = text.splitlines()
         said = next((each.strip() for each in reversed(printed) if each.strip()), "nothing")
-        ended = f"stopped after {args.timeout:.0f} s" if code is None else f"exit code {code}"
+        ended = f"stopped after {seconds:.0f} s" if code is None else f"exit code {code}"
         outcome.why = f"{ended}; it said last: {said[:200]}"
         print(*printed[-25:], sep="\n", file=sys.stderr)
         return outcome
     fill(outcome, found)
     outcome.details["whole_run_s"] = round(seconds, 1)
     return outcome
-
-
-def stop(child: "subprocess.Popen[bytes]") -> None:
-    """End the process group that this child began, with time to tidy up after itself."""
-    with contextlib.suppress(ProcessLookupError):
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
-        for _ in range(100):
-            child.poll()
-            os.killpg(child.pid, 0)
-            time.sleep(0.1)
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def is_result(found: dict[str, Any]) -> bool:

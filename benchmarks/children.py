@@ -4,17 +4,22 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+# The variable by which a child's processes are known.
+MARK = "EXTRACTOR_BENCHMARK_CHILD"
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 # What torchrun logs of itself.
 NOISE = re.compile(r"[IWE]\d{4} |\[rank\d+\]:\[W|=+$|-+$|\*+$")
@@ -24,11 +29,11 @@ class Failed(Exception):
     """What a child did wrong, in one line; its log has the rest."""
 
 
-@dataclass(frozen=True)
 class Deadline:
-    """When a part must be over; one clock for all that it starts."""
+    """When something must be over; one clock for all that it starts. Thread-safe."""
 
-    end: float
+    def __init__(self, end: float) -> None:
+        self.end = end
 
     @classmethod
     def after(cls, seconds: float) -> "Deadline":
@@ -38,34 +43,71 @@ class Deadline:
     def left(self) -> float:
         return max(self.end - time.monotonic(), 0.0)
 
+    def cut(self) -> None:
+        """It is over now: whoever waits by it gives up, and ends what it started."""
+        self.end = min(self.end, time.monotonic())
+
+
+class Deadlines:
+    """Gives deadlines, and cuts all of them when this process is asked to end (SIGTERM, SIGINT): then
+    whoever waits by one ends its children, and results so far can be printed. A second signal ends it
+    at once. Make one, in the main thread."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._given: list[Deadline] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def after(self, seconds: float) -> Deadline:
+        deadline = Deadline.after(seconds)
+        self._given.append(deadline)
+        if self.asked:
+            deadline.cut()
+        return deadline
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self.asked = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+        for deadline in self._given:
+            deadline.cut()
+
 
 class Child:
-    """A program under way, its output in a file. The environment is inherited as it is: variables that
-    keep NVLink multicast off on a shared machine must reach every rank."""
+    """A program under way, its output in a file, and all that it starts.
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    Its processes are those below it and those with its mark, a variable of the environment that every
+    one inherits: torchrun's ranks are sessions of their own, and are nobody's children once torchrun
+    was killed.
+
+    Args:
+        environment: the child's; None for this process's own with this repository's modules. Variables
+            that keep NVLink multicast off on a shared machine must reach every rank.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.log = log
         self.begun = time.monotonic()
+        self._mark = f"{MARK}={secrets.token_hex(16)}"
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 list(command),
                 cwd=ROOT,
                 env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(
-                        filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
-                    ),
-                    # torchrun would choose the same, with a banner.
-                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                    **(own_environment() if environment is None else environment),
+                    MARK: self._mark.partition("=")[2],
                 },
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for the benchmark, which ends its children
             )
 
     @property
     def pids(self) -> dict[int, str]:
         """All its processes, by id, with what tells each from a later one of the same id."""
-        return descendants(self._process.pid)
+        return descendants(self._process.pid) | marked(self._mark)
 
     @property
     def ended(self) -> bool:
@@ -80,28 +122,48 @@ class Child:
         return self.log.read_text(errors="replace")
 
     def wait(self, deadline: Deadline) -> int:
-        """Its exit code. Raises Failed when it takes too long, and ends it and all that it started."""
+        """Its exit code; what it left behind is ended then. Raises Failed when it takes too long, and
+        ends all of it."""
         try:
-            return self._process.wait(timeout=deadline.left)
-        except subprocess.TimeoutExpired:
+            while (code := self.code) is None and deadline.left:
+                time.sleep(POLL_SECONDS)
+        finally:
             self.end()
-            raise Failed(
-                f"did not end within {time.monotonic() - self.begun:.0f} s: {last_words(self.text)}"
-            ) from None
+        if code is None:
+            seconds = time.monotonic() - self.begun
+            raise Failed(f"did not end within {seconds:.0f} s: {last_words(self.text)}")
+        return code
 
     def end(self) -> None:
-        """torchrun starts its ranks in sessions of their own, so each is ended by its id."""
+        """End what there is of it, with time to tidy up after itself."""
         processes = self.pids
-        for pid in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        until = Deadline.after(5)
+        _signal(alive(processes), signal.SIGTERM)
+        until = Deadline.after(GRACE_SECONDS)
         while alive(processes) and until.left:
-            time.sleep(0.1)
-        for pid in alive(processes):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        # Some may have started others meanwhile.
+        until = Deadline.after(GRACE_SECONDS)
+        while (left := alive(self.pids | processes)) and until.left:
+            _signal(left, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
         self._process.wait()
+
+
+def _signal(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def own_environment() -> dict[str, str]:
+    """This process's, with this repository's modules, and as many threads as torchrun would give a rank
+    (which says so in a banner)."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
 
 
 def torchrun(ranks: int, *command: str) -> list[str]:
@@ -110,12 +172,10 @@ def torchrun(ranks: int, *command: str) -> list[str]:
 
 def run(command: Sequence[str], log: Path, deadline: Deadline, codes: Sequence[int] = (0,)) -> str:
     """Its output. Raises Failed for an exit code that is not among codes."""
+    if not deadline.left:
+        raise Failed("no time was left for it")
     child = Child(command, log)
-    try:
-        code = child.wait(deadline)
-    except BaseException:
-        child.end()
-        raise
+    code = child.wait(deadline)
     if code not in codes:
         raise Failed(f"exit code {code}: {last_words(child.text)}")
     return child.text
@@ -145,6 +205,18 @@ def last_json(
             if wanted(found):
                 return found
     return None
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Processes that inherited a variable, NAME=VALUE: id to start time."""
+    wanted, found = mark.encode(), {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # gone, or not ours to look at
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                pid = int(entry.name)
+                if stat := _stat(pid):
+                    found[pid] = stat[2]
+    return found
 
 
 def _stat(pid: int) -> tuple[int, str, str] | None:

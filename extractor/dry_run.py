@@ -58,7 +58,9 @@ class Estimate:
         choices: the same for other layouts and dtypes, "layout dtype" to bytes.
         free: bytes free where the output is.
         device: one GPU's need; device_free: the smallest GPU's free bytes, or None without one.
-        host: the most that states take in host memory.
+        host: the most that all writers of this machine fill of its memory with states; on a CPU with
+            the model too. host_free: its free bytes.
+        writers: replicas that write from this machine: one, unless torchrun starts more.
         tp: ranks that share the model.
         seconds: at the rate given, or None.
     """
@@ -87,6 +89,8 @@ class Estimate:
     device: Needs
     device_free: int | None
     host: int
+    host_free: int
+    writers: int
     tp: int
     seconds: float | None
 
@@ -99,11 +103,15 @@ class Estimate:
             found.append(
                 f"a GPU lacks {size(self.device.total - self.device_free)}: use a larger --tp"
             )
+        if self.host > self.host_free:
+            found.append(
+                f"host memory lacks {size(self.host - self.host_free)}: use a smaller --host-memory"
+            )
         return found
 
 
 def dry_run(config: ExtractConfig) -> int:
-    """Print the estimate on rank 0: exit code 0, or 1 when disk or GPU memory would not do.
+    """Print the estimate on rank 0: exit code 0, or 1 when disk or memory would not do.
 
     Raises UsageError for what extract itself would refuse."""
     if int(os.environ.get("RANK", "0")):
@@ -166,8 +174,9 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         host_gib=config.host_memory,
         topk=layout.topk,
     )
-    device_free = _device_free(device)
-    budget = memory.sizes(ask, Room(device=device_free, host=None))
+    device_free, host_free = _device_free(device), memory.available_host_bytes()
+    writers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // tp, 1)
+    budget = memory.sizes(ask, Room(device=device_free, host=host_free, writers=writers))
     batch_tokens = budget.max_tokens
     batches = plan.batches(left, store.lengths, batch_tokens, budget.max_sequences)
     need = memory.needs(ask, batch_tokens)
@@ -203,7 +212,9 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         free=free_bytes(config.output),
         device=Needs(**{**asdict(need), "weights": weight_bytes(config, spec) // tp}),
         device_free=device_free,
-        host=budget.host_bytes,
+        host=memory.host_need(budget, ask, writers),
+        host_free=host_free,
+        writers=writers,
         tp=tp,
         seconds=None if rate is None else tokens / rate,
     )
@@ -361,7 +372,7 @@ def table(e: Estimate) -> str:
         _line(
             "GPU memory", _device(e), bar=e.device.total / e.device_free if e.device_free else None
         ),
-        _line("host memory", f"{size(e.host)} of states at a time"),
+        _line("host memory", _host(e), bar=e.host / max(e.host_free, 1)),
     ]
     if e.seconds is not None:
         lines.append(_line("time", f"{duration(e.seconds)} at the rate given"))
@@ -382,6 +393,11 @@ def _device(e: Estimate) -> str:
         f" of {size(e.device_free)}" if e.device_free else ""
     )
     return parts + (f", --tp {e.tp}" if e.tp > 1 else "")
+
+
+def _host(e: Estimate) -> str:
+    parts = f"{size(e.host)} of {size(e.host_free)} free"
+    return parts + (f", {e.writers} writers" if e.writers > 1 else "")
 
 
 def _choice_lines(e: Estimate) -> list[str]:

@@ -188,21 +188,26 @@ def _sized(ask: Ask, max_tokens: int) -> Budget:
     )
 
 
+def host_need(budget: Budget, ask: Ask, writers: int) -> int:
+    """Bytes of host memory that the writers of one machine fill: each one's states, the longest sample's
+    by itself if that is more; on a CPU the model too."""
+    states = max(budget.host_bytes, budget.longest * ask.row_bytes) * writers
+    return states + (budget.device_bytes if ask.device == "cpu" else 0)
+
+
 def lacking(budget: Budget, ask: Ask, free: Room) -> str | None:
     """What there is too little of for this budget, as a sentence; None when it fits."""
-    host_need = max(budget.host_bytes, budget.longest * ask.row_bytes) * free.writers
-    if ask.device == "cpu":
-        host_need += budget.device_bytes
-    elif free.device is not None and budget.device_bytes > free.device:
+    needed = host_need(budget, ask, free.writers)
+    if ask.device != "cpu" and free.device is not None and budget.device_bytes > free.device:
         return (
             f"too little GPU memory: about {budget.device_bytes / GIB:.1f} GiB needed for weights, "
             f"a batch of {budget.max_tokens:,} tokens and the longest sample of {budget.longest:,}, and "
             f"{free.device / GIB:.1f} GiB free: use a larger --tp, a smaller --batch-tokens or "
             "--max-length"
         )
-    if free.host is not None and host_need > free.host:
+    if free.host is not None and needed > free.host:
         return (
-            f"too little host memory: about {host_need / GIB:.1f} GiB needed for batches of "
+            f"too little host memory: about {needed / GIB:.1f} GiB needed for batches of "
             f"{budget.max_tokens:,} tokens and the longest sample of {budget.longest:,}, and "
             f"{free.host / GIB:.1f} GiB free: use a smaller --batch-tokens, --host-memory or "
             "--max-length"

@@ -10,7 +10,7 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
 PREPARED = "prepared"
 JOIN, START = "join", "start"  # where a replica's ranks meet
+IMPORT, JOB = "import", "job"  # what rank 0 tells the others
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -97,7 +98,11 @@ class Job:
 
 @dataclass(slots=True)
 class Lead:
-    """What rank 0 knows beyond the job."""
+    """What rank 0 knows beyond the job.
+
+    Attributes:
+        counts: of supervised tokens, when a draft vocabulary is asked for.
+    """
 
     config: ExtractConfig
     spec: ModelSpec
@@ -110,6 +115,7 @@ class Lead:
     run_path: Path
     stages: dict[str, float]
     lock: FolderLock
+    counts: TokenCounts | None = None
 
 
 def extract(
@@ -172,14 +178,12 @@ def _watched(
     try:
         with watch.stop.interrupting():
             if place.rank == 0:
-                try:
-                    job, lead = _lead(config, place, device, backend, begun)
-                except BaseException as error:
-                    world.tell("job", asdict(Job(answer=_exit_code(error))))
-                    raise
-                world.tell("job", asdict(job))
+                job, lead = _lead_and_tell(config, place, world, device, backend, begun)
             else:
-                job = Job(**world.hear("job", watch.check))
+                # While rank 0 does: its replica would be that much ahead of every other.
+                if world.hear(IMPORT, watch.check):
+                    backend.import_modules(device)
+                job = Job(**world.hear(JOB, watch.check))
         if job.answer == EXIT_AGAIN:  # rank 0 waits for the word of all that they stop
             raise Stopped("rank 0")
         if job.answer is not None:
@@ -261,9 +265,42 @@ def _mark_end(path: Path, status: str, reason: str) -> None:
 # Rank 0: what is to be done -----------------------------------------------------------------------
 
 
-def _lead(
-    config: ExtractConfig, place: Place, device: torch.device, backend: Backend, begun: float
+def _lead_and_tell(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    backend: Backend,
+    begun: float,
 ) -> tuple[Job, Lead | None]:
+    """_lead, and the others hear what came of it, or that there is nothing for them to do."""
+
+    def importing() -> None:
+        world.tell(IMPORT, True)
+
+    def tell(job: Job) -> None:
+        if job.answer is not None:  # those that have not begun to import need not
+            world.tell(IMPORT, False)
+        world.tell(JOB, asdict(job))
+
+    try:
+        job, lead = _lead(config, place, device, backend, begun, importing)
+    except BaseException as error:
+        tell(Job(answer=_exit_code(error)))
+        raise
+    tell(job)
+    return job, lead
+
+
+def _lead(
+    config: ExtractConfig,
+    place: Place,
+    device: torch.device,
+    backend: Backend,
+    begun: float,
+    importing: Callable[[], None],
+) -> tuple[Job, Lead | None]:
+    """importing: called right before this rank imports SGLang."""
     stages: dict[str, float] = {}
     spec = ModelSpec.read(config.model)
     asked = States.resolve(config.layers, config.final, spec.num_layers)
@@ -282,6 +319,7 @@ def _lead(
     run_path = _run_path(config)
     before = check_output(config.output)
     if before is None:
+        importing()
         backend.check_model(spec, place, config.sglang_args)
         stages["import"] = time.perf_counter() - begun
     lock = FolderLock(config.output, say)
@@ -321,7 +359,7 @@ def _lead(
         sweep_temporaries_of(config.output / REJECTS)
         write_rejects(config.output, [*store.rejects, *done.rejected.values()])
     with lock.alone("writing vocab/"):
-        _write_vocabulary(config, spec, store)
+        lead.counts = _write_vocabulary(config, spec, store)
     if not len(left):
         return Job(answer=_finish(lead, "complete")), None
     ask = Ask(
@@ -342,6 +380,7 @@ def _lead(
         f"{budget.host_bytes / memory.GIB:.1f} GiB of states in host memory"
     )
     if before is not None:
+        importing()
         backend.check_model(spec, place, config.sglang_args)
     write_run(run_path, lead.run)
     job = Job(
@@ -419,20 +458,23 @@ def _prepare(config: ExtractConfig, spec: ModelSpec) -> PreparedStore:
         line.close()
 
 
-def _write_vocabulary(config: ExtractConfig, spec: ModelSpec, store: PreparedStore) -> None:
-    """How often each token is supervised, over all rows, and a drafter's vocabulary if asked for."""
+def _write_vocabulary(
+    config: ExtractConfig, spec: ModelSpec, store: PreparedStore
+) -> TokenCounts | None:
+    """How often each token is supervised, over all rows, and a drafter's vocabulary if asked for; then
+    the counts are given back, for the layout's own files of it."""
     folder, size = config.output / VOCAB, config.draft_vocab_size
     if (folder / "token_freq.safetensors").exists() and not size:
-        return
+        return None
     counts = TokenCounts.of(store, spec.vocab_size)
     write_vocab(folder, counts, draft_vocabulary(counts, size) if size else None)
+    return counts if size else None
 
 
 def _write_side_files(lead: Lead) -> None:
     """The draft vocabulary once more, as the layout's own project wants it."""
-    if size := lead.config.draft_vocab_size:
-        counts = TokenCounts.of(lead.store, lead.spec.vocab_size)
-        for name, parts in lead.layout.vocabulary(counts, size).items():
+    if (size := lead.config.draft_vocab_size) and lead.counts is not None:
+        for name, parts in lead.layout.vocabulary(lead.counts, size).items():
             write_whole(lead.config.output / name, parts, sync=False)
 
 

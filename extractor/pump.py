@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from extractor.data.store import PreparedStore
 from extractor.engine.base import Engine
 from extractor.errors import RunError
@@ -94,7 +96,7 @@ def write_batches(
         )
 
     source = Prefetch(numbers(), make)
-    begun = time.perf_counter()
+    began, begun = time.time(), time.perf_counter()
     try:
         stopped = pump(
             engine,
@@ -115,13 +117,17 @@ def write_batches(
     progress = writer.progress
     return stopped, {
         "replica": world.place.replica,
+        "device": _device_name(device),
+        "began": round(began, 3),
         "seconds": round(seconds, 3),
         "samples": progress.samples,
         "rejected": progress.rejected,
         "tokens": progress.tokens,
         "bytes": progress.bytes,
         "tokens_per_second": round(progress.tokens / seconds, 1),
-        "waits": {name: round(value, 3) for name, value in asdict(waits).items()},
+        "waits": {name: round(value, 3) for name, value in waits.by_kind.items()},
+        "launching": round(waits.launching, 3),
+        "landing": round(progress.wait_seconds, 3),
         "writing": round(progress.write_seconds, 3),
         "host_memory": asdict(memory),
         "timeline": timeline.points,
@@ -131,11 +137,19 @@ def write_batches(
 @dataclass(slots=True)
 class Waits:
     """Seconds of the loop, by what it waited for: the next batch, a host buffer that is being written
-    to disk, or the model: launching it, and a buffer that it has yet to fill."""
+    to disk, or the model: launching it, and a buffer that it has yet to fill.
+
+    launching: the part of `model` in which this thread launched passes, or stood in that because the
+    device's queue was full."""
 
     data: float = 0.0
     disk: float = 0.0
     model: float = 0.0
+    launching: float = 0.0
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        return {"data": self.data, "disk": self.disk, "model": self.model}
 
     def most(self) -> str:
         return max(
@@ -165,6 +179,14 @@ def resident_bytes() -> int:
     """Of this process; of files that it maps, such as prepared samples, only what is its own."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * PAGE
+
+
+def _device_name(device: torch.device) -> str:
+    """By which one GPU is told from another, also by nvidia-smi."""
+    if device.type != "cuda":
+        return str(device)
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, GPU-{properties.uuid}"
 
 
 def _second(pair: tuple[str, float]) -> float:
@@ -219,7 +241,9 @@ def pump(
                 world.share_batch(batch)
                 captured = engine.forward(batch)
             writer.submit(stager.stage(captured, buffer))
-            waits.model += clock() - mark
+            launched = clock() - mark
+            waits.model += launched
+            waits.launching += launched
             on_step()
         world.share_batch(None)
     finally:

@@ -111,7 +111,7 @@ class World:
     # Rank 0's word to all others -------------------------------------------------------------
 
     def tell(self, key: str, value: Any) -> None:
-        """Publish a JSON value under a key, once."""
+        """Publish a JSON value under a key."""
         with _store_errors():
             self._store.set(key, json.dumps(value))
 

@@ -88,6 +88,11 @@ class Backend(Protocol):
         """Called once in a process, before anything else of the backend's."""
         ...
 
+    def import_modules(self, device: torch.device) -> None:
+        """Import what check_model and build need, which takes a while and depends on nothing but the
+        device. Those do it too, if need be."""
+        ...
+
     def check_model(self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
         """Refuse what cannot run, before any weight is read. Raises UsageError."""
         ...

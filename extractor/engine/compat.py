@@ -108,6 +108,14 @@ def symbol(module: str, name: str) -> Any:
         ) from error
 
 
+def import_all() -> None:
+    """Every module of SYMBOLS that this release has."""
+    installed = installed_version()
+    for (module, name), (first, last) in SYMBOLS.items():
+        if first <= installed <= last:
+            symbol(module, name)
+
+
 # Server arguments ---------------------------------------------------------------------------------
 
 

@@ -84,6 +84,13 @@ def prepare_process(device: torch.device, place: Place, verbose: bool = False) -
     torch.set_num_threads(max(len(cores) // local, 1))
 
 
+def import_modules(device: torch.device) -> None:
+    """Import SGLang, all of its model classes with it: a quarter of a minute and more."""
+    if device.type == "cuda":  # what its modules ask of the current GPU, they ask of this one
+        torch.cuda.set_device(device)
+    compat.import_all()
+
+
 def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
     """Refuse what cannot run, before any weight is read. Raises UsageError."""
     if spec.num_heads % place.tp:

@@ -11,6 +11,7 @@ from extractor.dry_run import dry_run, duration, make_estimate, size, table, wei
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
 from tests.integration.conftest import Bench
+from tests.support.fake_engine import HIDDEN
 from tests.support.models import build, cache_folder
 
 
@@ -83,6 +84,27 @@ def test_too_little_room_is_an_exit_code(bench: Bench, monkeypatch: pytest.Monke
     monkeypatch.setattr("extractor.dry_run.free_bytes", lambda _: 1000)
     assert dry_run(config(bench)) == 1
     assert "WILL NOT FIT: the disk lacks" in table(make_estimate(config(bench)))
+
+
+def test_too_little_host_memory_is_one_too(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    need = make_estimate(config(bench)).host
+    for free, code in ((need, 0), (need - 1, 1)):
+        monkeypatch.setattr("extractor.memory.available_host_bytes", lambda free=free: free)
+        assert dry_run(config(bench)) == code
+    text = table(make_estimate(config(bench)))
+    assert "WILL NOT FIT: host memory lacks 1 B: use a smaller --host-memory" in text
+    assert f"{size(need)} of {size(need - 1)} free" in text
+
+
+def test_every_writer_of_the_machine_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    alone = make_estimate(config(bench, "--tp=1"))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "3")
+    three = make_estimate(config(bench, "--tp=1"))
+    states = 4 * 256 * (len(alone.stored) * HIDDEN * 2)  # four batches
+    assert (alone.writers, three.writers) == (1, 3)
+    assert three.host - alone.host == 2 * states
+    assert ", 3 writers" in table(three)
 
 
 def test_other_ranks_are_quiet(bench: Bench, monkeypatch: pytest.MonkeyPatch):

@@ -2,9 +2,12 @@
 
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.together import Together, together
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.faults import Fault
@@ -22,6 +25,10 @@ def journal_lines(bench: Bench) -> list[int]:
     ]
 
 
+def replicas_of(bench: Bench) -> list[dict[str, Any]]:
+    return json.loads((bench.output / "run.json").read_text())["replicas"]
+
+
 def test_two_replicas_share_the_work(bench: Bench) -> None:
     bench.rows(200)
     assert bench.run("--tp=1", ranks=2, faults=[SLOW]).code == 0
@@ -35,8 +42,51 @@ def test_a_slow_replica_does_not_hold_the_other(bench: Bench) -> None:
     bench.rows(200)
     slow = Fault(kind="slow_pass", rank=1, seconds=1.0)
     assert bench.run("--tp=1", ranks=2, faults=[slow]).code == 0
-    results = json.loads((bench.output / "run.json").read_text())["replicas"]
+    results = replicas_of(bench)
     assert results[0]["samples"] > 3 * results[1]["samples"]
+
+
+def test_two_replicas_are_twice_as_fast(bench: Bench) -> None:
+    """On passes that take time and no CPU, as a GPU's do, after imports that take long."""
+    bench.rows(300)
+    faults = [SLOW, Fault(kind="slow_import", rank=None, seconds=1.5)]
+    found: list[Together] = []
+    for ranks in (1, 2):
+        assert (
+            bench.run("--tp=1", f"--output={bench.output}-{ranks}", ranks=ranks, faults=faults).code
+            == 0
+        )
+        run = json.loads(Path(f"{bench.output}-{ranks}", "run.json").read_text())
+        found.append(together(run["replicas"]))
+    alone, two = found
+    assert two.share > 0.6, "one came much later than the other"
+    assert 1.7 < two.rate / alone.rate < 2.3
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new folder", "second start"])
+def test_no_replica_is_an_import_behind(bench: Bench, again: bool) -> None:
+    """Rank 0 imports SGLang before it tells the others what is to be done, and they do meanwhile: on
+    a GPU, what one replica had done before the other came was a quarter of a minute's work."""
+    bench.rows(200)
+    if again:
+        kill = Fault(kind="kill", rank=0, at=2)
+        assert bench.run(faults=[SLOW, kill]).code == 1
+    seconds = 1.5
+    slow = Fault(kind="slow_import", rank=None, seconds=seconds)
+    assert bench.run("--tp=1", ranks=2, faults=[slow, SLOW]).code == 0
+    folder.assert_complete(bench.output, bench.data, STATES)
+    began = [replica["began"] for replica in replicas_of(bench)]
+    assert abs(began[1] - began[0]) < seconds / 2
+
+
+def test_a_refusal_does_not_wait_for_imports(bench: Bench) -> None:
+    """Rank 0 finds nothing to do while the others would import for long."""
+    assert bench.run().code == 0
+    slow = Fault(kind="slow_import", rank=1, seconds=60.0)
+    begun = time.monotonic()
+    assert bench.run("--tp=1", ranks=2, faults=[slow]).code == 0  # all is written
+    assert bench.run("--tp=1", "--layers=1,2", ranks=2, faults=[slow]).codes()[0] == 2
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.slow
@@ -131,7 +181,7 @@ def test_a_rank_with_a_stale_view_does_no_harm(bench: Bench, ledger: Ledger) -> 
     after = folder.snapshot(bench.output)
     assert {row: after[row] for row in before} == before
     assert len(list((bench.output / "prepared").glob("plan-*"))) == 1, "a plan that could be stale"
-    results = json.loads((bench.output / "run.json").read_text())["replicas"]
+    results = replicas_of(bench)
     assert all(result["samples"] for result in results), "rank 1 had nothing to do"
     ledger.add(Injection(group="ranks", fault="one sees an empty folder"))
 

@@ -83,14 +83,17 @@ class FakeEngine:
 
 
 class FakeBackend:
-    """See Backend. on_load() is called where weights would be read."""
+    """See Backend. on_load() is called where weights would be read, on_import() where SGLang would be
+    imported: by whoever is the first to need it."""
 
     def __init__(
         self,
         before: Callable[[int], None] = lambda _: None,
         on_load: Callable[[], None] = lambda: None,
+        on_import: Callable[[], None] = lambda: None,
     ) -> None:
-        self._before, self._on_load = before, on_load
+        self._before, self._on_load, self._on_import = before, on_load, on_import
+        self._imported = False
 
     def choose_device(self, wanted: str, place: Place) -> torch.device:
         return torch.device("cpu")
@@ -98,13 +101,18 @@ class FakeBackend:
     def prepare_process(self, device: torch.device, place: Place, verbose: bool = False) -> None:
         torch.set_num_threads(1)
 
-    def check_model(
-        self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]
-    ) -> None: ...
+    def import_modules(self, device: torch.device) -> None:
+        if not self._imported:
+            self._imported = True
+            self._on_import()
+
+    def check_model(self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
+        self.import_modules(torch.device("cpu"))
 
     def build(
         self, spec: ModelSpec, states: States, place: Place, options: EngineOptions
     ) -> FakeEngine:
+        self.import_modules(options.device)
         self._on_load()
         return FakeEngine(spec, states, place, options, self._before)
 

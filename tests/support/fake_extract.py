@@ -18,7 +18,7 @@ from tests.support.faults import Fault, Faults, from_json
 def run(argv: Sequence[str], faults: Sequence[Fault] = (), log: Path | None = None) -> int:
     """The exit code of one rank, which torchrun's variables describe."""
     here = Faults(faults, log)
-    backend = FakeBackend(here.before_pass, here.on_load)
+    backend = FakeBackend(here.before_pass, here.on_load, here.on_import)
     real = pipeline.prepare
 
     def slow_prepare(*args: object, **kwargs: object) -> object:

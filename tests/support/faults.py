@@ -24,6 +24,7 @@ Kind = Literal[
     "kill",  # the process dies at once
     "slow_pass",  # each pass takes seconds
     "slow_load",  # loading takes seconds
+    "slow_import",  # importing SGLang takes seconds, in each process once
     "load_in_c",  # loading never ends, in C code, where no signal handler of Python's runs
     "slow_prepare",  # tokenizing takes seconds
     "os_error",  # a system call on a path fails
@@ -104,6 +105,9 @@ class Faults:
         self._sleep("slow_load")
         if any(fault.kind == "load_in_c" for fault in self._faults):
             _wait_in_c()
+
+    def on_import(self) -> None:
+        self._sleep("slow_import")
 
     def on_prepare(self) -> None:
         self._sleep("slow_prepare")

@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 
-from extractor.memory import GIB, RING_SLOTS, Ask, Budget, Room, batch_tokens_of, lacking, sizes
+from extractor.memory import (
+    GIB,
+    RING_SLOTS,
+    Ask,
+    Budget,
+    Room,
+    batch_tokens_of,
+    host_need,
+    lacking,
+    sizes,
+)
 from extractor.model import ModelSpec
 
 ROW = 8192  # four states of 1,024 values in bfloat16
@@ -81,3 +91,14 @@ def test_every_writer_of_a_machine_has_a_ring() -> None:
     assert budget.max_tokens == 65_536 and budget.host_bytes == 2 * GIB
     assert "too little host memory" in str(lacking(budget, ask(), eight))
     assert sized(eight).host_bytes * 8 <= 3 * GIB
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_is_needed_of_the_host_is_where_a_run_is_refused(device: str) -> None:
+    wanted = ask(device=device, batch_tokens=4096)
+    budget = sizes(wanted, PLENTY)
+    need = host_need(budget, wanted, 2)
+    assert need == 2 * budget.host_bytes + (budget.device_bytes if device == "cpu" else 0)
+    assert lacking(budget, wanted, Room(device=None, host=need, writers=2)) is None
+    short = lacking(budget, wanted, Room(device=None, host=need - 1, writers=2))
+    assert "too little host memory" in str(short)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.launch import torchrun
+from tests.support.models import build_weights, cache_folder
 from tests.support.parity_ledger import complaints, parse, record
 
 # In order of what differs: plain, bias, its own class, QK norms, scaled embeddings and four norms a
@@ -38,7 +39,7 @@ def judged(model: Path, ranks: int, specs: list[str], device: str = "cpu", *sgla
     )
     found = parse(result.lines)
     assert [entry["layers"] for entry in found] == specs, result.text[-3000:]
-    record(model.name, ranks, device, found)
+    record(model.name.removesuffix(".weights"), ranks, device, found)
     assert not (wrong := complaints(found)), wrong
     return found
 
@@ -64,6 +65,13 @@ def test_families(build_model: Callable[[str], Path], name: str, ranks: int) -> 
     found = judged(build_model(name), ranks, ["0,2,4", f"{last},3,embed,1"])
     # Every state's norm was in sight, so that the self-check saw what reads it.
     assert [entry["self_check"]["read"] for entry in found] == [3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wide_llama", "wide_qwen3", "wide_dsv3"])
+def test_wide(name: str) -> None:
+    """What GPU kernels need, as far as a CPU can run it: the models and their reference are right."""
+    judged(build_weights(name, cache_folder()), 1, ["0,2,4", "5,3,embed,1"])
 
 
 @pytest.mark.slow

@@ -6,6 +6,9 @@ SmolLM2 has real weights. The others are random (seed 0), one a family, shaped s
 parallel ranks can share them. Mixture-of-experts ones choose the same experts for every token of a
 layer: with random routers a bf16 rounding flips an expert now and then, and then no tolerance that is
 tight enough to see a wrong layer would hold.
+
+WIDE ones have heads and latents as wide as real ones, for kernels of GPUs that take no others, and no
+tokenizer: build_weights makes them, and only them that are asked for.
 """
 
 import importlib.util
@@ -23,6 +26,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.quantized import SCHEMES, quantize
+
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "2"  # a new one makes every cache be built again
 
@@ -35,6 +40,23 @@ COMMON: dict[str, Any] = dict(
     max_position_embeddings=4096,
     tie_word_embeddings=False,
 )
+# A head of 128, and matrices that 128 divides on each of two ranks.
+BROAD: dict[str, Any] = {
+    **COMMON,
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "head_dim": 128,
+}
+BROAD_MOE: dict[str, Any] = {
+    **BROAD,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+}
 MOE: dict[str, Any] = dict(moe_intermediate_size=128, num_experts_per_tok=2)
 YARN: dict[str, Any] = dict(
     type="yarn",
@@ -71,8 +93,8 @@ def build_weights(name: str, folder: Path) -> Path:
     """The folder of a random model without a tokenizer, for machines that cannot get one."""
     path = folder / f"{name}.weights"
     if not (path / "config.json").is_file():
-        maker = BUILDERS[name]
-        assert isinstance(maker, Random), name
+        maker = WIDE.get(name) or BUILDERS[name]
+        assert isinstance(maker, Random | Quantized), name
         half = folder / f".{path.name}.{os.getpid()}"
         shutil.rmtree(half, ignore_errors=True)
         half.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +138,18 @@ class Random:
         if self.extra:
             file = path / "config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | self.extra, indent=1))
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Makes a quantized checkpoint of a random model, by a format of tests/support/quantized.py."""
+
+    base: Random
+    scheme: str
+
+    def weights(self, path: Path) -> None:
+        self.base.weights(path / "reference")
+        quantize(path, SCHEMES[self.scheme])
 
 
 def _fix_routing(model: Any) -> None:
@@ -163,6 +197,21 @@ def _vary(model: Any) -> None:
                 weight.add_(torch.empty_like(weight).uniform_(-0.3, 0.3))
 
 
+def _carry_more(model: Any) -> None:
+    """Embeddings as large as what layers add to them, as in trained models. By default they are a tenth
+    of it, each layer works on little but the layer before, and the rounding of quantized inputs grows
+    from layer to layer until the noise is as large as the quantization itself."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(20.0)
+
+
+def _vary_sinks(model: Any) -> None:
+    """Attention sinks start near zero, alike in all heads; trained ones take much of the weight."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_(mean=1.0)
+
+
 def _both(*edits: Callable[[Any], None]) -> Callable[[Any], None]:
     def edit(model: Any) -> None:
         for each in edits:
@@ -176,8 +225,8 @@ def _grouped(kv_heads: int, **more: Any) -> dict[str, Any]:
     return {**COMMON, "num_hidden_layers": 6, "num_key_value_heads": kv_heads, **more}
 
 
-def _dsv3_config() -> Any:
-    return transformers.DeepseekV3Config(
+def _dsv3_config(**more: Any) -> Any:
+    narrow: dict[str, Any] = dict(
         num_hidden_layers=10,
         n_routed_experts=8,
         n_shared_experts=1,
@@ -189,9 +238,32 @@ def _dsv3_config() -> Any:
         qk_nope_head_dim=32,
         qk_rope_head_dim=16,
         v_head_dim=32,
-        **MOE,
-        **COMMON,
     )
+    return transformers.DeepseekV3Config(**{**COMMON, **MOE, **narrow, **more})
+
+
+def _gptoss_config(**more: Any) -> Any:
+    narrow: dict[str, Any] = dict(
+        head_dim=32,
+        intermediate_size=128,
+        sliding_window=32,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 1024,
+            "rope_theta": 150000.0,
+        },
+    )
+    return transformers.GptOssConfig(**_grouped(4, **{**narrow, **more}))
+
+
+# What SGLang reads in a GPT-OSS config and not every transformers writes; its value is the only one.
+_GPTOSS_EXTRA: dict[str, Any] = {"swiglu_limit": 7.0}
 
 
 # What SGLang reads in a DeepSeek config and transformers does not write.
@@ -315,28 +387,7 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
         ),
         _vary,
     ),
-    "tiny_gptoss": Random(
-        lambda: transformers.GptOssConfig(
-            **_grouped(
-                4,
-                head_dim=32,
-                intermediate_size=128,
-                sliding_window=32,
-                num_local_experts=8,
-                num_experts_per_tok=2,
-                rope_parameters={
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "beta_fast": 32.0,
-                    "beta_slow": 1.0,
-                    "truncate": False,
-                    "original_max_position_embeddings": 1024,
-                    "rope_theta": 150000.0,
-                },
-            )
-        ),
-        _both(_vary, _fix_biased_router),
-    ),
+    "tiny_gptoss": Random(_gptoss_config, _both(_vary, _fix_biased_router), _GPTOSS_EXTRA),
     "tiny_glm4moe": Random(
         lambda: transformers.Glm4MoeConfig(
             **_grouped(
@@ -419,6 +470,59 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
         files={"tokenizer_config.json": {"padding_side": "left", "truncation_side": "left"}}
     ),
     "nan_token": _variant(weights=_nan_for_zebra),
+}
+
+
+def _qwen3_config() -> Any:
+    return transformers.Qwen3Config(**BROAD)
+
+
+def _wide_dsv3_config() -> Any:
+    """A latent of 512 beside 64 rotary features, as every DeepSeek and Kimi has."""
+    return _dsv3_config(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        moe_intermediate_size=256,
+        q_lora_rank=256,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+
+
+_QWEN3 = Random(_qwen3_config, _both(_vary, _carry_more))
+_QWEN3_MOE = Random(
+    lambda: transformers.Qwen3MoeConfig(**BROAD_MOE), _both(_vary, _separate_experts, _carry_more)
+)
+_DSV3 = Random(_wide_dsv3_config, _both(_vary, _fix_routing, _carry_more), _DSV3_EXTRA)
+
+WIDE: dict[str, Random | Quantized] = {
+    "wide_llama": Random(lambda: transformers.LlamaConfig(**BROAD), _vary),
+    "wide_qwen3": Random(_qwen3_config, _vary),
+    "wide_dsv3": Random(_wide_dsv3_config, _both(_vary, _fix_routing), _DSV3_EXTRA),
+    "wide_gptoss": Random(
+        lambda: _gptoss_config(
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=512,
+            num_hidden_layers=6,
+            head_dim=64,
+            sliding_window=64,
+        ),
+        _both(_vary, _vary_sinks, _fix_biased_router),
+        _GPTOSS_EXTRA,
+    ),
+    "fp8_qwen3": Quantized(_QWEN3, "fp8"),
+    "fp8_tensor_qwen3": Quantized(_QWEN3, "fp8_tensor"),
+    "ct_fp8_qwen3": Quantized(_QWEN3, "ct_fp8"),
+    "ct_int8_qwen3": Quantized(_QWEN3, "ct_int8"),
+    "ct_int4_qwen3": Quantized(_QWEN3, "ct_int4"),
+    "awq_qwen3": Quantized(_QWEN3, "awq"),
+    "fp8_qwen3moe": Quantized(_QWEN3_MOE, "fp8"),
+    "fp8_dsv3": Quantized(_DSV3, "fp8"),
 }
 
 

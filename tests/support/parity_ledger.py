@@ -43,6 +43,8 @@ def complaints(found: list[dict[str, Any]]) -> list[str]:
             wrong.append(f"layers {entry['layers']}: {bad}")
         if not all(item["repeats"] for item in entry["results"]):
             wrong.append(f"layers {entry['layers']}: the same batch gave other bits")
+        if entry["dtypes"] != [entry["dtype"]]:
+            wrong.append(f"layers {entry['layers']}: {entry['dtypes']}, not {entry['dtype']}")
         # A sample in chunks is the sample in one pass, but for how its products were rounded.
         noise = max(item["noise_whole"] for item in entry["results"])
         for how in ("chunked", "halved"):
@@ -51,7 +53,14 @@ def complaints(found: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-ENGINE = ("sglang", "model_class", "backbone_class", "attention_backend", "compute_dtype")
+ENGINE = (
+    "sglang",
+    "model_class",
+    "backbone_class",
+    "attention_backend",
+    "compute_dtype",
+    "quantization",
+)
 
 
 def record(model: str, ranks: int, device: str, found: list[dict[str, Any]]) -> None:

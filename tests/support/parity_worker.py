@@ -50,6 +50,10 @@ def kept(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def difference_alone(
     runner: engine.SGLangEngine, batch: Batch, together: dict[str, torch.Tensor]
 ) -> float:
@@ -149,11 +153,9 @@ def main() -> None:
     long = Batch(1, (LONG,), pool[sum(LENGTHS) :])
     reference = None
     if place.rank == 0:
-        from extractor.reference import Reference
+        from tests.support.quantized_reference import reference_of
 
-        # A wrapper that transformers does not know keeps its plain language model in there.
-        plain = Path(model) / "reference"
-        reference = Reference(plain if plain.is_dir() else Path(model), str(device))
+        reference = reference_of(Path(model), str(device))
     for text in specs:
         states = States.resolve(text, True, spec.num_layers)
         runner.mark(states)
@@ -184,6 +186,9 @@ def main() -> None:
                 "alone": alone,
                 "chunked": chunked,
                 "halved": halved,
+                "dtypes": sorted({dtype_name(state.dtype) for state in together.values()}),
+                # A CPU may compute in a wider one; a GPU never in another than the model's own.
+                "dtype": spec.dtype if device.type == "cuda" else dtype_name(runner.info.dtype),
                 "engine": runner.info.details,
                 "fused_calls": fused.count if fused else 0,
             }

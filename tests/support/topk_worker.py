@@ -1,9 +1,10 @@
 """Run under torchrun: an engine with top-k logits, against transformers' log_softmax of the same ids.
 
-    torchrun --nproc-per-node TP -m tests.support.topk_worker MODEL K [cuda]
+    torchrun --nproc-per-node TP -m tests.support.topk_worker MODEL K [DEVICE [KEY=VALUE ...]]
 
 Prints a line "TOPK {...}": the largest differences over all tokens, and what refused a wrapper that was
-made to differ. The second batch is one sample longer than the token budget.
+made to differ. The second batch is one sample longer than the token budget. Exit code 1 when
+tests/support/topk_judge.py complains.
 """
 
 import json
@@ -21,6 +22,7 @@ from extractor.records import Batch
 from extractor.states import States
 from extractor.topk import IDS, LOGPROBS
 from extractor.topology import Place, World
+from tests.support.topk_judge import complaints
 
 topk.CHUNK_BYTES = 1 << 21  # so that ten or twenty tokens are a chunk, and a batch several
 LENGTHS, BUDGET = (21, 5, 1), 64
@@ -36,7 +38,12 @@ def main() -> None:
     spec = ModelSpec.read(model)
     world.join_replica(device)
     options = engine.EngineOptions(
-        device=device, max_tokens=BUDGET, max_sequences=8, longest=LONG, sglang_args={}, topk=k
+        device=device,
+        max_tokens=BUDGET,
+        max_sequences=8,
+        longest=LONG,
+        sglang_args=dict(item.split("=", 1) for item in sys.argv[4:]),
+        topk=k,
     )
     states = States(("0",), spec.num_layers)
     runner = engine.SGLangEngine(spec, states, place, options)
@@ -47,6 +54,7 @@ def main() -> None:
     long = Batch(1, (LONG,), ids[sum(LENGTHS) :])
     seen = [(runner.forward(each).states, each) for each in (batch, long)]
     refusals = refuse(runner, place)
+    wrong: list[str] = []
     if place.rank == 0:
         reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         line = {
@@ -55,7 +63,10 @@ def main() -> None:
             "compute_dtype": runner.info.details["compute_dtype"],
         }
         print("TOPK", json.dumps(line), flush=True)
+        wrong = complaints(line, k)
     world.leave()
+    if wrong:
+        sys.exit("; ".join(wrong))
 
 
 @torch.no_grad()

@@ -46,6 +46,8 @@ TILES = [
     (64, 128, 64, 16, 4, 4),
 ]
 
+OURS = tuple(compat.EXPERT_TILE.values())
+
 
 def tile_config(tile: tuple[int, ...]) -> dict[str, int]:
     names = (
@@ -67,6 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="4096,16384,65536", help="of passes, as a list")
     parser.add_argument("--length", type=int, default=1024, help="of a sequence")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ours", action="store_true", help="the program's own tile only")
     parser.add_argument("--sglang", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="bench-moe-"))
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         lengths = (args.length,) * (count // args.length)
         ids = torch.randint(0, spec.vocab_size, (sum(lengths),))
         batch, stock = Batch(0, lengths, ids), None
-        for tile in (None, *TILES):
+        for tile in (None, *([OURS] if args.ours else TILES)):
             found: dict[str, Any] = {"tokens": batch.num_tokens, "tile": tile}
             try:
                 with compat.expert_tile(tile_config(tile) if tile else None):

@@ -62,7 +62,7 @@ def tile_config(tile: tuple[int, ...]) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="deepseek-v2-lite")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=NUMBER", dest="changes")
     parser.add_argument("--layers", type=int, default=4, help="of which the first may be dense")

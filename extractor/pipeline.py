@@ -262,6 +262,13 @@ def _mark_end(path: Path, status: str, reason: str) -> None:
         write_run(path, run)
 
 
+def process_age() -> float:
+    """Seconds since this process began, by the kernel's clock (proc(5): starttime, ticks after boot)."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ticks = int(after_name[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 # Rank 0: what is to be done -----------------------------------------------------------------------
 
 
@@ -301,7 +308,8 @@ def _lead(
     importing: Callable[[], None],
 ) -> tuple[Job, Lead | None]:
     """importing: called right before this rank imports SGLang."""
-    stages: dict[str, float] = {}
+    # What the interpreter and this program's own imports, PyTorch's among them, took before.
+    stages = {"start": process_age() - (time.perf_counter() - begun)}
     spec = ModelSpec.read(config.model)
     asked = States.resolve(config.layers, config.final, spec.num_layers)
     stored = LAYOUTS[config.layout].stored_for(asked)

@@ -4,6 +4,7 @@ stream of their own for the copies, and an event that says when a batch has land
 On the CPU the same code runs with plain buffers and no stream.
 """
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -73,6 +74,8 @@ def pinned(nbytes: int) -> torch.Tensor:
 
     Raises RuntimeError (CUDA's) when the pages cannot be locked."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0))

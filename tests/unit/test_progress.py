@@ -1,10 +1,13 @@
-"""The light list of how a run went."""
+"""The light list of how a run went, and a process's age."""
 
 import itertools
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extractor.pipeline import process_age
 from extractor.progress import Timeline
 
 
@@ -21,3 +24,9 @@ def test_a_timeline_stays_light_and_keeps_the_end(steps: int, pace: float):
     if steps > 200:  # evenly: no gap is much longer than the others
         gaps = [b[1] - a[1] for a, b in itertools.pairwise(points[:-1])]
         assert max(gaps) <= 4 * max(min(gaps), 1)
+
+
+def test_a_process_knows_its_age() -> None:
+    psutil = pytest.importorskip("psutil")
+    by_psutil = time.time() - psutil.Process().create_time()
+    assert process_age() == pytest.approx(by_psutil, abs=0.5)

@@ -208,7 +208,7 @@ class Bench:
         )
 
     def _all_here(self) -> None:
-        synchronize(self.device)
+        _synchronize(self.device)
         self.world.least(0)
 
     def bare(self) -> float:
@@ -217,7 +217,7 @@ class Bench:
         mark = time.perf_counter()
         for batch in self.load.batches:
             self.engine.forward_bare(batch)
-        synchronize(self.device)
+        _synchronize(self.device)
         return time.perf_counter() - mark
 
     def whole(self, output: Path) -> Timed:
@@ -231,7 +231,7 @@ class Bench:
         if self.load.layout is None:
             ear = Listening(self.world)
             follow(cast(Engine, timed), cast(World, ear), self._watch)
-            synchronize(self.device)
+            _synchronize(self.device)
             seconds = time.perf_counter() - mark
             return Timed(seconds, _shares(timed, seconds) | {"for_writer": round(ear.seconds, 2)})
         return self._write(timed, self.load.layout, output)
@@ -399,19 +399,23 @@ def one_pass(
     """Milliseconds of one bare pass: until its kernels are launched, and until they are done. A pipeline
     is at most as fast as the larger of the two."""
     engine.capture.remove()
-    launched, done = [], []
-    for _ in range(5):
-        synchronize(device)
-        mark = time.perf_counter()
-        engine.forward_bare(batch)
-        launched.append(time.perf_counter() - mark)
-        synchronize(device)
-        done.append(time.perf_counter() - mark)
-    middle = statistics.median
+    launched, done = zip(*(bare_pass(engine, batch, device) for _ in range(5)), strict=True)
     return {
-        "launch_ms": round(1e3 * middle(launched), 2),
-        "pass_ms": round(1e3 * middle(done), 2),
+        "launch_ms": round(1e3 * statistics.median(launched), 2),
+        "pass_ms": round(1e3 * statistics.median(done), 2),
     }
+
+
+def bare_pass(
+    engine: engine_sglang.SGLangEngine, batch: Batch, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a bare pass on an idle device: until it is launched, and until it is done."""
+    _synchronize(device)
+    mark = time.perf_counter()
+    engine.forward_bare(batch)
+    launched = time.perf_counter() - mark
+    _synchronize(device)
+    return launched, time.perf_counter() - mark
 
 
 def profile(
@@ -424,7 +428,7 @@ def profile(
     engine.capture.remove()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         engine.forward_bare(batch)
-        synchronize(device)
+        _synchronize(device)
     kernels = [each for each in seen.key_averages() if each.device_type == DeviceType.CUDA]
     kernels.sort(key=lambda each: each.self_device_time_total, reverse=True)
     total = sum(each.self_device_time_total for each in kernels)
@@ -447,7 +451,7 @@ def copy_rate(load: Load, batch: Batch, device: torch.device) -> float:
     states = {name: torch.zeros(size, dtype=dtype, device=device) for name in layout.captured}
     buffer, rates = ring.acquire(stager.nbytes(batch.num_tokens), lambda: None), []
     for _ in range(5):
-        synchronize(device)
+        _synchronize(device)
         mark = time.perf_counter()
         stager.stage(CapturedBatch(batch, states), buffer).wait()
         rates.append(stager.nbytes(batch.num_tokens) / (time.perf_counter() - mark) / 1e9)
@@ -471,7 +475,7 @@ def matrix_flops(device: torch.device, size: int = 8192, seconds: float = 0.03) 
     return 2 * size**3 * repeats / (begin.elapsed_time(end) / 1e3)
 
 
-def synchronize(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

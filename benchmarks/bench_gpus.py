@@ -48,6 +48,7 @@ from benchmarks.children import (
     last_words,
     rank_of,
     run,
+    sglang_flags,
     torchrun,
 )
 from benchmarks.gpu_watch import GpuWatch, means
@@ -138,7 +139,7 @@ class Setting:
 
     def sglang_flags(self) -> list[str]:
         extra = ("load_format=dummy",) if self.dummy else ()
-        return [part for value in (*self.sglang, *extra) for part in ("--sglang", value)]
+        return sglang_flags((*self.sglang, *extra))
 
     def rows(self, samples: int) -> Path:
         path = self.work / f"rows-{samples}-{self.longest}.jsonl"

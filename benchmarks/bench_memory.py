@@ -9,9 +9,9 @@ at every tenth of a second from outside. JSON last: at each tenth of the run, an
 """
 
 import argparse
+import contextlib
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,17 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.children import ROOT
-from benchmarks.shapes import SHAPES, write_rows, write_shape
-
-PAGE = 4096
+from benchmarks.children import Child, extract, last_words
+from benchmarks.shapes import SHAPES, model_folder, write_rows, write_shape
+from extractor.pump import resident_bytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--shape", choices=SHAPES)
-    target.add_argument("--model")
+    target.add_argument("--model", type=model_folder)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--samples", type=int, default=50_000)
     parser.add_argument("--longest", type=int, default=256, help="lengths are uniform up to this")
@@ -41,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="bench-memory-"))
     try:
-        model = write_shape(args.shape, work) if args.shape else Path(args.model)
+        model = write_shape(args.shape, work) if args.shape else args.model
         vocab = json.loads((model / "config.json").read_text())["vocab_size"]
         counts = np.random.default_rng(0).integers(1, args.longest + 1, args.samples).tolist()
         rows = write_rows(work / "rows.jsonl", counts, vocab)
@@ -54,22 +53,21 @@ def main() -> None:
 
 def run(args: argparse.Namespace, model: Path, rows: Path) -> dict[str, Any]:
     shutil.rmtree(args.output, ignore_errors=True)
+    budget = ("--batch-tokens", str(args.batch_tokens)) if args.batch_tokens else ()
+    flags = ("--device", args.device, "--layers", args.layers, *budget)
     given = [*args.sglang, *(["load_format=dummy"] if args.shape else [])]
-    more = [part for item in given for part in ("--sglang", item)]
-    if args.batch_tokens:
-        more += ["--batch-tokens", str(args.batch_tokens)]
-    command = [
-        *(sys.executable, "launch/extract.py", "--model", str(model), "--data", str(rows)),
-        *("--output", str(args.output), "--device", args.device, "--layers", args.layers, *more),
-    ]
+    child = Child(extract(model, rows, args.output, *flags, sglang=given), rows.parent / "log")
     seen: list[tuple[float, int]] = []
-    with subprocess.Popen(command, cwd=ROOT) as child:
-        while child.poll() is None:
-            if nbytes := own_bytes(child.pid):
-                seen.append((time.time(), nbytes))
+    try:
+        while not child.ended:
+            with contextlib.suppress(OSError):  # it is gone
+                if nbytes := resident_bytes(child.pid):  # nor is it a zombie
+                    seen.append((time.time(), nbytes))
             time.sleep(0.1)
-    if child.returncode:
-        sys.exit(f"bench_memory: the program ended with {child.returncode}")
+    finally:
+        child.end()
+    if child.code:
+        sys.exit(f"bench_memory: exit code {child.code}: {last_words(child.text)}")
     described = json.loads((args.output / "run.json").read_text())
     (replica,) = described["replicas"]
     begun = seen[-1][0] - described["stages"]["run"]
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace, model: Path, rows: Path) -> dict[str, Any]:
     settled = tenths[2:]
     return {
         "benchmark": "bench_memory",
-        "model": args.shape or args.model,
+        "model": args.shape or str(args.model),
         "date": time.strftime("%Y-%m-%d"),
         "device": args.device,
         "samples": replica["samples"],
@@ -90,15 +88,6 @@ def run(args: argparse.Namespace, model: Path, rows: Path) -> dict[str, Any]:
         "mib_by_tenth": [round(nbytes / (1 << 20), 1) for nbytes in tenths],
         "growth_after_second_tenth_mib": round((max(settled) - settled[0]) / (1 << 20), 1),
     }
-
-
-def own_bytes(pid: int) -> int:
-    """Resident memory of a process without what it shares; 0 once it is gone."""
-    try:
-        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:
-        return 0
-    return (int(resident) - int(shared)) * PAGE
 
 
 if __name__ == "__main__":

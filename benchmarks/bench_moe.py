@@ -15,19 +15,19 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.bench_extract import synchronize
+from benchmarks.bench_extract import bare_pass
 from benchmarks.shapes import SHAPES, write_shape
 from extractor.engine import compat
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import EngineOptions
 from extractor.model import ModelSpec
 from extractor.records import Batch
+from extractor.reference import median
 from extractor.states import States
 from extractor.topology import Place, World
 
@@ -50,15 +50,7 @@ OURS = tuple(compat.EXPERT_TILE.values())
 
 
 def tile_config(tile: tuple[int, ...]) -> dict[str, int]:
-    names = (
-        "BLOCK_SIZE_M",
-        "BLOCK_SIZE_N",
-        "BLOCK_SIZE_K",
-        "GROUP_SIZE_M",
-        "num_warps",
-        "num_stages",
-    )
-    return dict(zip(names, tile, strict=True))
+    return dict(zip(compat.EXPERT_TILE, tile, strict=True))
 
 
 def main() -> None:
@@ -95,7 +87,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     counts = [int(count) for count in args.tokens.split(",")]
     given = dict(item.split("=", 1) for item in args.sglang)
     engine = engine_sglang.SGLangEngine(
-        replace(spec, weight_bytes=1),
+        spec,
         States((str(dense),), spec.num_layers),
         place,
         EngineOptions(
@@ -118,13 +110,13 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
                 with compat.expert_tile(tile_config(tile) if tile else None):
                     state = first_state(engine, batch)
                     stock = state if stock is None else stock
-                    seconds = [timed(engine, batch, device) for _ in range(args.repeats)]
+                    seconds = [bare_pass(engine, batch, device)[1] for _ in range(args.repeats)]
             except Exception as error:  # Triton's own kinds, which differ by release
                 found["failed"] = (str(error).splitlines() or [repr(error)])[0][:200]
             else:
                 layers = args.layers - dense
                 found["ms_a_layer"] = round(1e3 * statistics.median(seconds) / layers, 3)
-                found["apart"] = apart(state, stock)
+                found["apart"] = median(state, stock)
             passes.append(found)
             print(found, flush=True)
     world.leave()
@@ -144,19 +136,6 @@ def first_state(engine: engine_sglang.SGLangEngine, batch: Batch) -> torch.Tenso
     """The state after the first mixture-of-experts layer; compiles what the tile needs."""
     (state,) = engine.forward(batch).states.values()
     return state.float()
-
-
-def apart(state: torch.Tensor, stock: torch.Tensor) -> float:
-    """The median token's relative difference."""
-    return float(((state - stock).norm(dim=-1) / stock.norm(dim=-1)).median())
-
-
-def timed(engine: engine_sglang.SGLangEngine, batch: Batch, device: torch.device) -> float:
-    synchronize(device)
-    mark = time.perf_counter()
-    engine.forward_bare(batch)
-    synchronize(device)
-    return time.perf_counter() - mark
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import ROOT, Child, Deadlines, Failed, last_json
+from benchmarks.children import ROOT, Child, Deadlines, Failed, last_json, sglang_flags
 from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
 from extractor.states import States
 
@@ -83,7 +83,7 @@ class Outcome:
 def ours(job: Job) -> list[str]:
     args = job.args
     named = ["--shape", args.shape] if args.shape else ["--model", args.model]
-    more = [part for item in args.sglang for part in ("--sglang", item)]
+    more = sglang_flags(args.sglang)
     if args.batch_tokens:
         more += ["--batch-tokens", str(args.batch_tokens)]
     return [

@@ -13,15 +13,14 @@ are, the others in memory. A shape's weights are random, written as a checkpoint
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import ROOT
-from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
+from benchmarks.children import Child, extract, last_words
+from benchmarks.shapes import SHAPES, lengths, model_folder, write_rows, write_shape
 
 SHARD = "5GB"
 
@@ -30,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--shape", choices=SHAPES)
-    target.add_argument("--model")
+    target.add_argument("--model", type=model_folder)
     parser.add_argument("--weights", type=Path, help="where a shape's checkpoint is, or is made")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--samples", type=int, default=64)
@@ -42,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="bench-startup-"))
     try:
-        model = checkpoint(args, work) if args.shape else Path(args.model)
+        model = checkpoint(args, work) if args.shape else args.model
         vocab = json.loads((model / "config.json").read_text())["vocab_size"]
         rows = write_rows(work / "rows.jsonl", lengths(args.samples, args.longest), vocab)
         starts = [one_start(args, model, rows) for _ in range(args.repeats)]
@@ -52,7 +51,7 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "bench_startup",
-                "model": args.shape or args.model,
+                "model": args.shape or str(args.model),
                 "date": time.strftime("%Y-%m-%d"),
                 "device": args.device,
                 "starts": starts,
@@ -79,22 +78,21 @@ def checkpoint(args: argparse.Namespace, work: Path) -> Path:
 
 def one_start(args: argparse.Namespace, model: Path, rows: Path) -> dict[str, Any]:
     shutil.rmtree(args.output, ignore_errors=True)
-    more = [part for item in args.sglang for part in ("--sglang", item)]
-    command = [
-        *(sys.executable, "launch/extract.py", "--model", str(model), "--data", str(rows)),
-        *("--output", str(args.output), "--device", args.device, "--layers", args.layers),
-        *more,
-    ]
-    begun = time.monotonic()
-    with subprocess.Popen(command, cwd=ROOT) as child:
-        first = None
-        while child.poll() is None:
+    flags = ("--device", args.device, "--layers", args.layers)
+    child = Child(
+        extract(model, rows, args.output, *flags, sglang=args.sglang), rows.parent / "log"
+    )
+    first = None
+    try:
+        while not child.ended:
             if first is None and next(args.output.glob("samples/*/*.safetensors"), None):
-                first = time.monotonic() - begun
+                first = time.monotonic() - child.begun
             time.sleep(0.01)
-        ended = time.monotonic() - begun
-    if child.returncode or first is None:
-        sys.exit(f"bench_startup: the program ended with {child.returncode}")
+        ended = time.monotonic() - child.begun
+    finally:
+        child.end()
+    if child.code or first is None:
+        sys.exit(f"bench_startup: exit code {child.code}: {last_words(child.text)}")
     stages = json.loads((args.output / "run.json").read_text())["stages"]
     shutil.rmtree(args.output)
     found = {

@@ -73,6 +73,16 @@ class Deadlines:
             deadline.cut()
 
 
+def extract(
+    model: Path, rows: Path, output: Path, *flags: str, sglang: Sequence[str] = ()
+) -> list[str]:
+    """This program's command line, for one process."""
+    return [
+        *(sys.executable, "launch/extract.py", "--model", str(model), "--data", str(rows)),
+        *("--output", str(output), *flags, *sglang_flags(sglang)),
+    ]
+
+
 class Child:
     """A program under way, its output in a file, and all that it starts.
 
@@ -108,6 +118,10 @@ class Child:
     def pids(self) -> dict[int, str]:
         """All its processes, by id, with what tells each from a later one of the same id."""
         return descendants(self._process.pid) | marked(self._mark)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def ended(self) -> bool:
@@ -164,6 +178,11 @@ def own_environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
+
+
+def sglang_flags(values: Sequence[str]) -> list[str]:
+    """KEY=VALUE pairs as the program and the benchmarks take them."""
+    return [part for value in values for part in ("--sglang", value)]
 
 
 def torchrun(ranks: int, *command: str) -> list[str]:

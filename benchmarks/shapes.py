@@ -1,5 +1,6 @@
 """Public model shapes for dummy weights, and the law of lengths that all benchmarks share."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
 }
+
+
+def model_folder(text: str) -> Path:
+    """For argparse: a folder with a model."""
+    if not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text} has no config.json")
+    return Path(text)
 
 
 def write_shape(name: str, folder: Path) -> Path:

@@ -51,7 +51,6 @@ class TimedEngine:
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self._engine, self._cuda = engine, device.type == "cuda"
         self._events: list[tuple[Any, Any]] = []
-        self._passes = 0
         self.launching = self.launching_cpu = 0.0
 
     @property
@@ -69,7 +68,6 @@ class TimedEngine:
         begin = self._event()
         captured = self._engine.forward(batch)
         self._events.append((begin, self._event()))
-        self._passes += 1
         self.launching += time.perf_counter() - mark
         self.launching_cpu += time.thread_time() - cpu
         return captured
@@ -91,7 +89,7 @@ class TimedEngine:
     def marks(self, rank: int) -> Marks:
         return Marks(
             rank=rank,
-            passes=self._passes,
+            passes=len(self._events),
             in_passes=round(self.busy(), 3),
             launching=round(self.launching, 3),
             launching_cpu=round(self.launching_cpu, 3),

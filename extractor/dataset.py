@@ -12,7 +12,6 @@ journals, reading an item maps one file, and a state that is not named is never 
 folder that is still being written: `refresh()` takes in what has been finished since.
 """
 
-import contextlib
 import json
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from extractor import pages
 from extractor.errors import UsageError
 from extractor.journal import RUN, read_entries
 from extractor.reader import map_sample, state_of
@@ -225,10 +225,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # pyright: ignore
     if nbytes < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(pages.anonymous(nbytes), dtype=dtype).view(shape)
 
 
 class LengthBatchSampler(Sampler[list[int]]):

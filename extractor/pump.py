@@ -157,6 +157,13 @@ class Waits:
         )[0]
 
 
+def resident_bytes(process: int | str = "self") -> int:
+    """Of a process; of files that it maps, such as prepared samples, only what is its own. OSError when
+    it is gone."""
+    _, resident, shared, *_ = Path(f"/proc/{process}/statm").read_text().split()
+    return (int(resident) - int(shared)) * PAGE
+
+
 @dataclass(slots=True)
 class HostMemory:
     """A writer's resident memory in bytes.
@@ -168,17 +175,11 @@ class HostMemory:
     """
 
     bound: int
-    before: int = field(default_factory=lambda: resident_bytes())
+    before: int = field(default_factory=resident_bytes)
     most: int = 0
 
     def look(self) -> None:
         self.most = max(self.most, resident_bytes())
-
-
-def resident_bytes() -> int:
-    """Of this process; of files that it maps, such as prepared samples, only what is its own."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    return (int(resident) - int(shared)) * PAGE
 
 
 def _device_name(device: torch.device) -> str:

@@ -4,8 +4,6 @@ stream of their own for the copies, and an event that says when a batch has land
 On the CPU the same code runs with plain buffers and no stream.
 """
 
-import contextlib
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +13,7 @@ from typing import Any
 
 import torch
 
+from extractor import pages
 from extractor.layout import Plane, encode, finite_rows, surely_finite_rows
 from extractor.records import Batch, CapturedBatch
 from extractor.store import Blob
@@ -73,9 +72,7 @@ def pinned(nbytes: int) -> torch.Tensor:
     the next power of two, up to twice what the run's bound says. Given back with its last view.
 
     Raises RuntimeError (CUDA's) when the pages cannot be locked."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = pages.anonymous(nbytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0))

@@ -17,17 +17,19 @@ import logging
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from extractor.errors import UsageError
+from extractor.topology import Place
 
 FIRST, LAST = (0, 5, 17), (0, 5, 23)
 _NO_PS_SINCE = (0, 5, 21)
 _KV_PLAN_SINCE = (0, 5, 23)
+_CORES_BY_TP_RANK_UNTIL = (0, 5, 18)
 
 SUPPORTED_TABLE = """\
   sglang           torch
@@ -428,6 +430,17 @@ def hide_nccl() -> None:
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent/libnccl.so")
         wrapper = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
         logging.getLogger(wrapper).setLevel(logging.CRITICAL)
+
+
+def bind_cores(cores: Sequence[int], place: Place) -> None:
+    """Tell SGLang a core for each rank of this node: it refuses more ranks than NUMA nodes otherwise.
+
+    Up to 0.5.18 it wants one for each tp rank and takes its own by that number; later it looks by the
+    index of the device, which is this rank's on its node."""
+    if installed_version() <= _CORES_BY_TP_RANK_UNTIL:
+        first = place.local_rank - place.tp_rank
+        cores = [cores[(first + n) % len(cores)] for n in range(place.tp)]
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
 
 
 # The CPU platform's memory pools ------------------------------------------------------------------

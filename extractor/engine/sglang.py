@@ -73,10 +73,7 @@ def prepare_process(device: torch.device, place: Place, verbose: bool = False) -
         return
     cpu_platform.request()
     cores = sorted(os.sched_getaffinity(0))
-    # One entry a rank: SGLang refuses more ranks than NUMA nodes unless it is told their cores.
-    ranks = max(place.world_size, 1)
-    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+    compat.bind_cores([cores[n % len(cores)] for n in range(place.local_size)], place)
     compat.hide_nccl()
     # Saves a compile of the embedding's mask, 15 seconds on a small machine.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from extractor.engine import compat
 from extractor.errors import UsageError
+from extractor.topology import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,6 +81,20 @@ def test_the_fused_all_reduce_is_off_unless_it_is_asked_for() -> None:
     assert compat.fusion_values({}) == off
     assert compat.fusion_values({"flashinfer_allreduce_fusion_backend": None}) == off
     assert compat.fusion_values({"flashinfer_allreduce_fusion_backend": "auto"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("release", "entries"), [("0.5.17", "4|5"), ("0.5.18", "4|5"), ("0.5.19", "2|3|4|5")]
+)
+def test_a_second_replica_has_cores_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, release: str, entries: str
+) -> None:
+    """Old releases take an entry by tp rank and want no more than tp of them, new ones by local rank."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: release)
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    place = Place(rank=3, world_size=4, local_rank=3, tp=2, local_size=4)
+    compat.bind_cores([2, 3, 4, 5], place)
+    assert os.environ.pop("SGLANG_CPU_OMP_THREADS_BIND") == entries
 
 
 def imported(tree: ast.AST) -> set[str]:

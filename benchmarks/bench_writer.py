@@ -52,6 +52,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--kib", type=int, default=1024, help="size of a sample's states")
     parser.add_argument("--threads", type=int, default=max(len(os.sched_getaffinity(0)), 2))
+    parser.add_argument(
+        "--no-processes", action="store_true", help="threads that write by themselves, as on a CPU"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     tokens = max(options.kib * 1024 // (HIDDEN * 2 * len(STATES)), 1)
@@ -74,7 +77,15 @@ def main() -> None:
                 folder = top / name
                 folder.mkdir()
                 if name == "writer":
-                    seconds = write(folder, "none", samples // BATCH, tokens, options.threads)
+                    seconds = write(
+                        folder,
+                        "none",
+                        samples // BATCH,
+                        tokens,
+                        options.threads,
+                        processes=not options.no_processes,
+                        at_once=True,
+                    )
                 else:
                     seconds = loop(folder, samples, plain, options.threads)
                 shutil.rmtree(folder)
@@ -91,6 +102,7 @@ def main() -> None:
         "file_bytes": size,
         "samples": samples,
         "threads": options.threads,
+        "processes": not options.no_processes,
         "files_per_s": {name: round(rate) for name, rate in median.items()},
         "share": round(median["writer"] / median["loop"], 3),
         "rounds": {name: [round(rate) for rate in values] for name, values in rates.items()},

@@ -11,24 +11,34 @@ from pathlib import Path
 
 import torch
 
+from extractor.files import Durability
 from extractor.journal import JOURNAL, Journal
 from extractor.layouts.native import Native
 from extractor.records import Batch, Sample
 from extractor.transfer import HostRing, StagedBatch
-from extractor.writer import Durability, Writer
+from extractor.writer import Writer
 
 HIDDEN, STATES, BATCH = 1024, ("1", "2", "4", "final"), 32
 MODES: tuple[Durability, ...] = ("none", "group", "file")
 
 
-def write(folder: Path, mode: Durability, batches: int, tokens: int, threads: int = 4) -> float:
+def write(
+    folder: Path,
+    mode: Durability,
+    batches: int,
+    tokens: int,
+    threads: int = 4,
+    *,
+    processes: bool = False,
+    at_once: bool = False,
+) -> float:
     """Seconds to write that many batches of BATCH samples, which lie in host memory as a GPU's copies
     leave them."""
     layout = Native(stored=STATES, hidden=HIDDEN, dtype=torch.bfloat16, model="m")
     planes = layout.planes
     size = BATCH * tokens
     nbytes = size * layout.row_bytes
-    ring = HostRing(nbytes, 4, pinned=False)
+    ring = HostRing(nbytes, 4, pinned=False, shared=processes)
     held = [ring.acquire(nbytes, lambda: None) for _ in range(4)]
     for buffer in held:  # not zeros, which a filesystem could skip
         buffer.random_(0, 256)
@@ -36,8 +46,18 @@ def write(folder: Path, mode: Durability, batches: int, tokens: int, threads: in
     finite = torch.ones(len(planes), size, dtype=torch.bool)
     journal = Journal(folder / JOURNAL / "0000.jsonl", sync=mode != "none")
     ids, mask = torch.arange(tokens), torch.ones(tokens, dtype=torch.uint8)
+    writer = Writer(
+        folder,
+        journal,
+        ring,
+        layout=layout,
+        threads=threads,
+        at_once=at_once,
+        processes=processes,
+        durability=mode,
+    )
+    writer.wait_until_ready()
     begun = time.perf_counter()
-    writer = Writer(folder, journal, ring, layout=layout, threads=threads, durability=mode)
     for number in range(batches):
         samples = tuple(
             Sample(

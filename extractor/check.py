@@ -24,12 +24,13 @@ import xxhash
 from extractor.config import parse
 from extractor.data.store import PreparedStore
 from extractor.errors import RunError, UsageError
+from extractor.files import TEMPORARY
 from extractor.journal import JOURNAL, REJECTS, RUN, Entry, read_entries, read_run
 from extractor.layout import finite_rows
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.progress import ProgressLine, say
-from extractor.store import DTYPE_NAMES, SAMPLES, TEMPORARY, VOCAB
+from extractor.store import DTYPE_NAMES, SAMPLES, VOCAB
 
 SHOWN = 10
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

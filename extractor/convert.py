@@ -17,6 +17,7 @@ from extractor import fingerprint
 from extractor.config import LayoutName, StoredDtype, parse
 from extractor.data.vocab import MAPPING, TokenCounts
 from extractor.errors import RunError, UsageError
+from extractor.files import write_whole
 from extractor.folder import Folder, counted, layout_of
 from extractor.journal import JOURNAL, REJECTS, RUN, Entry, Journal, find_done, read_run, write_run
 from extractor.layout import encode, finite_rows
@@ -25,7 +26,7 @@ from extractor.progress import ProgressLine, say
 from extractor.reader import map_sample
 from extractor.records import Reject, Sample
 from extractor.states import FINAL, States
-from extractor.store import VOCAB, Blob, write_whole
+from extractor.store import VOCAB, Blob
 
 EXIT_OK, EXIT_REJECTS = 0, 3
 NON_FINITE = "non_finite"

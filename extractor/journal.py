@@ -24,15 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from extractor.errors import RunError
+from extractor.files import Written, write_whole
 from extractor.records import Reject, Sample
-from extractor.store import (
-    Written,
-    compact_json,
-    json_line,
-    sample_path,
-    write_json,
-    write_whole,
-)
+from extractor.store import compact_json, json_line, sample_path, write_json
 
 JOURNAL = "journal"
 REJECTS = "rejects.jsonl"

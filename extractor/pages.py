@@ -3,11 +3,37 @@ than the copy that fills them."""
 
 import contextlib
 import mmap
+import os
+import weakref
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
     """Memory of this process alone, its content zeros, given back when nothing refers to it."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _in_huge_pages(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def shared(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Memory that another process can map too, by the descriptor beside it, its content zeros.
+
+    When nothing here refers to it, it is given back and the descriptor closed, whoever else still maps
+    it: they must not touch it any more. Raises OSError where the system has none."""
+    descriptor = os.memfd_create("extractor-states", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    weakref.finalize(memory, _give_back, descriptor).atexit = False
+    return _in_huge_pages(memory), descriptor
+
+
+def _give_back(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
+def _in_huge_pages(memory: mmap.mmap) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

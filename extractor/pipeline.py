@@ -27,6 +27,7 @@ from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Backend, EngineOptions
 from extractor.errors import RunError, UsageError, disk_error
+from extractor.files import TEMPORARY, sweep_temporaries, sweep_temporaries_of, write_whole
 from extractor.journal import (
     REJECTS,
     RUN,
@@ -45,14 +46,7 @@ from extractor.progress import ProgressLine, say
 from extractor.pump import follow, write_batches
 from extractor.signals import Stopped, StopSignals
 from extractor.states import States
-from extractor.store import (
-    TEMPORARY,
-    VOCAB,
-    refuse_links,
-    sweep_temporaries,
-    sweep_temporaries_of,
-    write_whole,
-)
+from extractor.store import VOCAB, refuse_links
 from extractor.topk import check_topk
 from extractor.topology import Place, World, is_broken_connection, record_error
 from extractor.watch import Watch

@@ -17,6 +17,7 @@ import torch
 from extractor.data.store import PreparedStore
 from extractor.engine.base import Engine
 from extractor.errors import RunError
+from extractor.files import Durability
 from extractor.journal import JOURNAL, Journal
 from extractor.layouts import Layout
 from extractor.memory import Budget
@@ -27,7 +28,7 @@ from extractor.signals import Stopped
 from extractor.topology import World
 from extractor.transfer import HostRing, Stager
 from extractor.watch import Watch
-from extractor.writer import Durability, Writer
+from extractor.writer import Writer
 
 # The loop launches hundreds of kernels a batch and asks for the interpreter at each: a thread that kept
 # it for the usual 5 ms would starve the device.
@@ -63,7 +64,8 @@ def write_batches(
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     device = engine.info.device
-    ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda")
+    processes = uses_processes(device)
+    ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda", shared=processes)
     lines = Journal(output / JOURNAL / journal, sync=durability != "none")
     writer = Writer(
         output,
@@ -72,6 +74,7 @@ def write_batches(
         layout=layout,
         threads=threads or min(MOST_WRITERS, max(len(os.sched_getaffinity(0)), 2)),
         at_once=threads is not None,
+        processes=processes,
         durability=durability,
         landing=watch.step,
     )
@@ -88,7 +91,7 @@ def write_batches(
 
     def step() -> None:
         at, done = time.perf_counter() - begun, writer.progress
-        memory.look()
+        memory.look(ring)
         timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
         line.set(
             done.tokens,
@@ -158,8 +161,8 @@ class Waits:
 
 
 def resident_bytes(process: int | str = "self") -> int:
-    """Of a process; of files that it maps, such as prepared samples, only what is its own. OSError when
-    it is gone."""
+    """Of a process, without what it shares, such as prepared samples that it maps. OSError when it is
+    gone."""
     _, resident, shared, *_ = Path(f"/proc/{process}/statm").read_text().split()
     return (int(resident) - int(shared)) * PAGE
 
@@ -178,8 +181,13 @@ class HostMemory:
     before: int = field(default_factory=resident_bytes)
     most: int = 0
 
-    def look(self) -> None:
-        self.most = max(self.most, resident_bytes())
+    def look(self, ring: HostRing) -> None:
+        self.most = max(self.most, resident_bytes() + ring.shared_bytes)
+
+
+def uses_processes(device: torch.device) -> bool:
+    """On a CPU the model keeps the cores busy, and threads that launch kernels there are none."""
+    return device.type == "cuda"
 
 
 def _device_name(device: torch.device) -> str:

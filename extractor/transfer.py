@@ -4,12 +4,14 @@ stream of their own for the copies, and an event that says when a batch has land
 On the CPU the same code runs with plain buffers and no stream.
 """
 
+import itertools
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,20 +21,41 @@ from extractor.records import Batch, CapturedBatch
 from extractor.store import Blob
 
 
+class SharedSlot(NamedTuple):
+    """A buffer of the ring that writer processes can map.
+
+    Attributes:
+        number: no two of a ring have the same one, ever.
+        descriptor: of its memory.
+        address, nbytes: where it is in this process.
+    """
+
+    number: int
+    descriptor: int
+    address: int
+    nbytes: int
+
+
 class HostRing:
     """Host buffers for batches in flight: `slots` of slot_bytes each, handed out again and again.
 
     A batch larger than a slot (a sample over the token budget) gets a buffer of its own, once nothing
     else is in flight, so that memory stays under max(slots * slot_bytes, the largest batch).
+
+    Args:
+        pinned: page-locked, for CUDA.
+        shared: writer processes can map the slots (see slot_of).
     """
 
-    def __init__(self, slot_bytes: int, slots: int, pinned: bool) -> None:
+    def __init__(self, slot_bytes: int, slots: int, pinned: bool, shared: bool = False) -> None:
         assert slots >= 1 and slot_bytes >= 1
-        self.slot_bytes, self.slots, self._pinned = slot_bytes, slots, pinned
+        self.slot_bytes, self.slots, self._pinned, self._shared = slot_bytes, slots, pinned, shared
         self._free: list[torch.Tensor] = []
         self._made = 0
         self._in_flight = 0
         self._changed = threading.Condition()
+        self._shared_slots: dict[int, SharedSlot] = {}
+        self._numbers = itertools.count()
 
     def acquire(self, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
         """A uint8 buffer of at least nbytes; waits for one to come back.
@@ -43,6 +66,7 @@ class HostRing:
                 check()
                 if nbytes > self.slot_bytes:
                     if self._in_flight == 0:
+                        self._shared_slots.clear()
                         self._free.clear()
                         self._made = 0
                         self._in_flight = 1
@@ -63,19 +87,40 @@ class HostRing:
                 self._free.append(buffer)
             self._changed.notify_all()
 
+    def slot_of(self, buffer: torch.Tensor) -> SharedSlot | None:
+        """How other processes find a buffer that was handed out; None for one of this process alone."""
+        return self._shared_slots.get(buffer.data_ptr())
+
+    @property
+    def oldest_slot(self) -> int:
+        """The least number of a slot that there is."""
+        return min((slot.number for slot in list(self._shared_slots.values())), default=0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the slots there are now that other processes can map."""
+        return len(self._shared_slots) * self.slot_bytes
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        return pinned(nbytes) if self._pinned else torch.empty(nbytes, dtype=torch.uint8)
+        if not self._shared or nbytes != self.slot_bytes:
+            if self._pinned:
+                return pinned(pages.anonymous(nbytes))
+            return torch.empty(nbytes, dtype=torch.uint8)
+        memory, descriptor = pages.shared(nbytes)
+        tensor = pinned(memory) if self._pinned else torch.frombuffer(memory, dtype=torch.uint8)
+        at = tensor.data_ptr()
+        self._shared_slots[at] = SharedSlot(next(self._numbers), descriptor, at, nbytes)
+        return tensor
 
 
-def pinned(nbytes: int) -> torch.Tensor:
-    """Page-locked host memory, uint8, of no more pages than nbytes fill: PyTorch's own allocator takes
-    the next power of two, up to twice what the run's bound says. Given back with its last view.
+def pinned(memory: mmap.mmap) -> torch.Tensor:
+    """Memory page-locked, as uint8. Locked here, because PyTorch's own allocator takes the next power
+    of two, up to twice what the run's bound says. Given back with its last view.
 
     Raises RuntimeError (CUDA's) when the pages cannot be locked."""
-    memory = pages.anonymous(nbytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0))
+    torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), 0))
     weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
     return tensor
 

@@ -1,8 +1,8 @@
 """Writer threads: from batches in host memory to files, journal lines and rejects.
 
 One thread takes batches in the order they were staged and waits for each to land; the others write
-its samples. The first error of any of them is kept, raised at the next submit and at the end, and
-stops the rest.
+its samples, each by itself or through a process of its own. The first error of any of them is kept,
+raised at the next submit and at the end, and stops the rest.
 """
 
 import contextlib
@@ -14,17 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from extractor.errors import RunError, disk_error
+from extractor.files import Durability, Pending, Written, sync_path, write_files
 from extractor.journal import Journal
 from extractor.layout import Plane
 from extractor.layouts import Layout
+from extractor.layouts.base import Parts
 from extractor.records import Reject, Sample
-from extractor.store import Pending, Written, sync_path, write_pending
 from extractor.transfer import HostRing, StagedBatch
+from extractor.writer_process import WriterProcess
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,6 @@ TASK_BYTES, TASK_SAMPLES = 8 << 20, 8
 # Each thread that is not needed takes the interpreter from the one that launches kernels, so that there
 # are few until they fall behind.
 FIRST_THREADS = 4
-
-Durability = Literal["none", "file", "group"]
 
 
 class Landing(Protocol):
@@ -75,6 +75,8 @@ class Writer:
         layout: where a sample's file lies and what is in it.
         threads: how many files are written at a time, at most; there are few until the disk is behind.
         at_once: start all threads now.
+        processes: each thread has a process that writes for it, where the system gives one; the ring is
+            a shared one.
         durability: what is forced to disk before a sample counts as done. "none": nothing; a killed
             program loses nothing, a power cut may. "file": each file, its folder's entry and its
             journal line, one after the other. "group": a batch's files, then their folders, then
@@ -91,20 +93,24 @@ class Writer:
         layout: Layout,
         threads: int,
         at_once: bool = False,
+        processes: bool = False,
         durability: Durability = "none",
         landing: Landing = _unwatched,
     ) -> None:
         self._top, self._journal, self._ring = f"{output}/", journal, ring
-        self._layout, self._durability, self._landing = layout, durability, landing
-        self._most_threads = threads
+        self._layout, self._landing = layout, landing
+        self._durability: Durability = durability
+        self._most_threads, self._processes = threads, processes
         self.progress = Progress()
         self.rejects: list[Reject] = []
         self._unwritten, self._busy, self._busy_since = 0, 0.0, 0.0
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._batches: queue.SimpleQueue[StagedBatch | None] = queue.SimpleQueue()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[WriterProcess | None], None] | None]
+        self._tasks = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._ready = threading.Semaphore(0)
         for _ in range(threads if at_once else min(threads, FIRST_THREADS)):
             self._start_thread()
         self._arrivals = threading.Thread(target=self._receive, name="arrivals", daemon=True)
@@ -117,7 +123,14 @@ class Writer:
             return
         if isinstance(error, OSError):
             raise disk_error(error) from error
+        if isinstance(error, RunError):
+            raise error
         raise RunError(f"a writer thread failed: {error!r}") from error
+
+    def wait_until_ready(self) -> None:
+        """Until the threads started so far can write: for a benchmark's clock."""
+        for _ in self._threads:
+            self._ready.acquire()
 
     def submit(self, staged: StagedBatch) -> None:
         """Take over a batch and its buffer. Raises what check() raises."""
@@ -172,8 +185,14 @@ class Writer:
         self._threads.append(thread)
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
+        process = start_process() if self._processes else None
+        self._ready.release()
+        try:
+            while (task := self._tasks.get()) is not None:
+                task(process)
+        finally:
+            if process is not None:
+                process.close()
 
     def _receive(self) -> None:
         while (staged := self._batches.get()) is not None:
@@ -194,31 +213,71 @@ class Writer:
         self._arrived(1)
         bytes_each = self._layout.row_bytes * staged.batch.num_tokens // count
         most = min(TASK_BYTES // max(bytes_each, 1), TASK_SAMPLES)
+        if self._durability == "file":  # no sample waits for another's disk
+            most = 1
         size = max(min(-(-count // len(self._threads)), most), 1)
         for begin in range(0, count, size):
             some = range(begin, min(begin + size, count))
             self._tasks.put(partial(self._task, staged, group, some))
 
-    def _task(self, staged: StagedBatch, group: "Group", sequences: range) -> None:
+    def _task(
+        self,
+        staged: StagedBatch,
+        group: "Group",
+        sequences: range,
+        process: WriterProcess | None,
+    ) -> None:
         """Write some samples of a batch; whoever is the last of its batch ends it."""
         pending: list[tuple[Sample, Pending]] = []
-        done: list[tuple[Sample, Written]] = []
         try:
             begun = time.perf_counter()
-            try:
-                for sequence in sequences:
-                    if self._error is not None:
-                        break
-                    self._write(staged, sequence, pending, done)
-            finally:  # also of those before one that failed
-                self._journal.finished_together(done)
-                self._count(done, time.perf_counter() - begun)
+            samples, files = self._files(staged, sequences)
+            written, error = self._put(staged, files, process)
+            done = list(zip(samples, written, strict=False))
+            if self._durability == "group":
+                pending = done
+            else:  # also those before one that failed
+                lines = [(sample, file.written) for sample, file in done]
+                self._journal.finished_together(lines)
+                self._count(lines, time.perf_counter() - begun)
+            if error is not None:
+                raise error
         except BaseException as error:
             self._fail(error)
         if group.add(len(sequences), pending):
             self._ring.release(staged.buffer)
             self._arrived(-1)
             self._finish(group)
+
+    def _files(
+        self, staged: StagedBatch, sequences: range
+    ) -> tuple[list[Sample], list[tuple[str, Parts]]]:
+        """The samples that are to have a file, and each one's path and content."""
+        samples: list[Sample] = []
+        files: list[tuple[str, Parts]] = []
+        for sequence in sequences:
+            if self._error is not None:
+                break
+            bad = staged.first_bad_token(sequence)
+            if bad is not None:
+                self._reject(staged, sequence, *bad)
+                continue
+            sample = staged.batch.samples[sequence]
+            path = self._top + self._layout.path(sample.row, sample.turn)
+            samples.append(sample)
+            files.append((path, self._layout.parts(sample, staged.blobs(sequence))))
+        return samples, files
+
+    def _put(
+        self, staged: StagedBatch, files: list[tuple[str, Parts]], process: WriterProcess | None
+    ) -> tuple[list[Pending], OSError | None]:
+        """write_files, by the process where there is one and the files are of a slot that it can map."""
+        slot = self._ring.slot_of(staged.buffer)
+        if files and process is not None and slot is not None:
+            there = process.write(slot, self._ring.oldest_slot, files, self._durability)
+            if there is not None:
+                return there
+        return write_files(files, self._durability, lambda: self._error is None)
 
     def _finish(self, group: "Group") -> None:
         """What a batch written in group mode still needs, or on an error all that is left of it."""
@@ -234,34 +293,6 @@ class Writer:
         with self._lock:
             if self._error is None:
                 self._error = error
-
-    def _write(
-        self,
-        staged: StagedBatch,
-        sequence: int,
-        pending: list[tuple[Sample, Pending]],
-        done: list[tuple[Sample, Written]],
-    ) -> None:
-        """Write one sample. It joins `pending` when its group is to give it its name, `done` when its
-        line is to be written, and neither when it was rejected or its line is on disk."""
-        sample = staged.batch.samples[sequence]
-        bad = staged.first_bad_token(sequence)
-        if bad is not None:
-            self._reject(staged, sequence, *bad)
-            return
-        parts = self._layout.parts(sample, staged.blobs(sequence))
-        path = self._top + self._layout.path(sample.row, sample.turn)
-        file = write_pending(path, parts, sync=self._durability == "file")
-        if self._durability == "group":
-            pending.append((sample, file))
-            return
-        written = file.commit()
-        if self._durability == "none":
-            done.append((sample, written))
-            return
-        sync_path(file.folder)
-        self._journal.finished(sample, written)
-        self._count([(sample, written)])
 
     def _count(self, items: Sequence[tuple[Sample, Written]], seconds: float = 0.0) -> None:
         with self._lock:
@@ -291,6 +322,20 @@ class Writer:
         with self._lock:
             self.rejects.append(reject)
             self.progress.rejected += 1
+
+
+def start_process() -> WriterProcess | None:
+    """One that is ready, or None where the system gives none: then a thread writes by itself."""
+    try:
+        process = WriterProcess()
+    except OSError as error:
+        logger.warning("no writer process (%s): a thread writes instead", error)
+        return None
+    if process.is_ready():
+        return process
+    process.close()
+    logger.warning("a writer process did not start: a thread writes instead")
+    return None
 
 
 class Group:

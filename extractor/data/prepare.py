@@ -23,8 +23,8 @@ from extractor.data.store import INFO, Identity, PreparedStore, StoreWriter
 from extractor.data.tokenizer import load_converter, load_rules
 from extractor.data.work import outcomes
 from extractor.errors import RunError, UsageError
+from extractor.files import sync_path
 from extractor.model import ModelSpec
-from extractor.store import sync_path
 
 RULES_VERSION = "1"  # goes up when the same row may get other ids or another mask
 FOLDER = "prepared"

@@ -17,8 +17,9 @@ import torch
 
 from extractor.data.store import PreparedStore
 from extractor.errors import UsageError
+from extractor.files import write_whole
 from extractor.records import Sample
-from extractor.store import Blob, safetensors_header, write_whole
+from extractor.store import Blob, safetensors_header
 
 BLOCK = 1 << 22  # tokens counted at a time
 FREQUENCIES = "token_freq.safetensors"

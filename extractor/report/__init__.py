@@ -14,8 +14,8 @@ import tyro
 
 from extractor.config import parse
 from extractor.errors import UsageError
+from extractor.files import write_whole
 from extractor.progress import say
-from extractor.store import write_whole
 
 PAGE = "report.html"
 

@@ -1,10 +1,12 @@
 """kill -9 and power cuts: finished samples stay as they are, the rest is done by the next start."""
 
+import itertools
 import json
 import random
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,12 +16,13 @@ from tests.support.faults import Fault, power_cut
 from tests.support.ledger import Injection, Ledger
 
 SLOW = Fault(kind="slow_pass", seconds=0.08, restart=None)
+PROCESSES = Fault(kind="processes", restart=None)
 
 
-def kill_at_random(bench: Bench, rng: random.Random) -> str:
+def kill_at_random(bench: Bench, rng: random.Random, by: Sequence[Fault]) -> str:
     """Start a run, kill something of it at some time; what was killed, or "" if it ended first."""
     tp = rng.choice([1, 2])
-    faults = [SLOW]
+    faults = [SLOW, *by]
     inside = rng.random() < 0.4
     if inside:
         call, path = rng.choice(
@@ -28,7 +31,7 @@ def kill_at_random(bench: Bench, rng: random.Random) -> str:
         at = rng.randint(0, 30)
         faults.append(Fault(kind="os_kill", rank=0, call=call, path=path, at=at))
     run = bench.start(f"--tp={tp}", f"--durability={rng.choice(MODES)}", ranks=2, faults=faults)
-    what = f"rank 0 inside {faults[1].call}" if inside else ""
+    what = f"rank 0 inside {faults[-1].call}" if inside else ""
     if not inside:
         time.sleep(rng.uniform(0.2, 1.8))
         if not run.alive():
@@ -51,10 +54,14 @@ def kill_many_times(bench: Bench, times: int, seed: int, ledger: Ledger) -> None
     rng = random.Random(seed)
     killed: dict[str, int] = {}
     slowest = 0.0
-    while sum(killed.values()) < times:
+    for turn in itertools.count():
+        if sum(killed.values()) >= times:
+            break
         before = folder.snapshot(bench.output)
         begun = time.monotonic()
-        what = kill_at_random(bench, rng)
+        # Every other run writes through processes, as with a GPU.
+        by = [PROCESSES] if turn % 2 else []
+        what = kill_at_random(bench, rng, by)
         slowest = max(slowest, time.monotonic() - begun)
         print(f"{what or 'ended first'}: {time.monotonic() - begun:.1f} s")
         after = folder.snapshot(bench.output)

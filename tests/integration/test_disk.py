@@ -23,6 +23,8 @@ def fault(call: str, path: str, number: int, **where: int) -> Fault:
     return Fault(kind="os_error", rank=None, call=call, path=path, errno=number, **where)
 
 
+PROCESSES = Fault(kind="processes", rank=None)
+
 CASES = {
     "full at the first byte": fault("writev", "samples/", errno.ENOSPC, byte=0),
     "full in mid-sample": fault("writev", "samples/", errno.ENOSPC, byte=50_001),
@@ -44,15 +46,17 @@ def assert_one_line(run: Run, number: int, output: Path) -> None:
     assert "Traceback" not in run.output()
 
 
-@pytest.mark.parametrize("ranks, tp", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("ranks, tp, by", [(2, 2, []), (2, 1, []), (2, 2, [PROCESSES])])
 @pytest.mark.parametrize("case", CASES)
-def test_faulty_disk(bench: Bench, case: str, ranks: int, tp: int, ledger: Ledger) -> None:
+def test_faulty_disk(
+    bench: Bench, case: str, ranks: int, tp: int, by: list[Fault], ledger: Ledger
+) -> None:
     wanted = CASES[case]
     mode = "group" if wanted.call == "fsync" else "none"
     flags = (f"--tp={tp}", f"--durability={mode}")
     slow = Fault(kind="slow_pass", rank=ranks - 1, seconds=0.3)  # the other rank has work left
     begun = time.monotonic()
-    run = bench.start(*flags, ranks=ranks, faults=[slow, wanted])
+    run = bench.start(*flags, ranks=ranks, faults=[slow, wanted, *by])
     assert run.wait(IN_TIME) == 1
     seconds = time.monotonic() - begun
     assert all(code == 1 for code in run.codes().values()), run.codes()
@@ -62,7 +66,7 @@ def test_faulty_disk(bench: Bench, case: str, ranks: int, tp: int, ledger: Ledge
     folder.assert_whole(bench.output, bench.data, STATES)
     assert not list((bench.output / "samples").rglob("*.tmp"))
     before = folder.snapshot(bench.output)
-    assert bench.run(*flags, ranks=ranks).code == 0
+    assert bench.run(*flags, ranks=ranks, faults=by).code == 0
     folder.assert_complete(bench.output, bench.data, STATES)
     after = folder.snapshot(bench.output)
     assert {row: after[row] for row in before} == before

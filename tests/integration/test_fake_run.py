@@ -18,8 +18,9 @@ from tests.support.zygote import REPOSITORY
 
 
 @pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 2), (2, 1), (4, 2)])
-def test_every_sample_once_and_right(bench: Bench, ranks: int, tp: int) -> None:
-    run = bench.run(f"--tp={tp}", ranks=ranks)
+@pytest.mark.parametrize("by", [[], [Fault(kind="processes")]], ids=["threads", "processes"])
+def test_every_sample_once_and_right(bench: Bench, ranks: int, tp: int, by: list[Fault]) -> None:
+    run = bench.run(f"--tp={tp}", ranks=ranks, faults=by)
     assert run.code == 0, run.output()
     folder.assert_complete(bench.output, bench.data, STATES)
     assert len(list((bench.output / "journal").iterdir())) == ranks // tp

@@ -14,6 +14,7 @@ from tests.support.zygote import Run
 
 IN_TIME = 30.0
 SLOW = Fault(kind="slow_pass", rank=None, seconds=0.2)
+PROCESSES = Fault(kind="processes", rank=None)
 
 
 def until(run: Run, words: str, rank: int = 0) -> None:
@@ -210,10 +211,11 @@ def test_loading_in_c_code(bench: Bench, ranks: int, tp: int, loading: int, ledg
     ledger.add(Injection(group="signals", fault="SIGTERM while loading in C", slowest=seconds))
 
 
-def test_a_second_one_exits_at_once(bench: Bench, ledger: Ledger) -> None:
+@pytest.mark.parametrize("by", [[], [PROCESSES]], ids=["threads", "processes"])
+def test_a_second_one_exits_at_once(bench: Bench, by: list[Fault], ledger: Ledger) -> None:
     bench.rows(200)
     stuck = Fault(kind="slow_os", rank=0, call="writev", path="samples/", seconds=5)
-    run = bench.start(faults=[stuck])
+    run = bench.start(faults=[stuck, *by])
     until(run, "batches of at most")
     time.sleep(1)
     run.kill(0, signal.SIGTERM)

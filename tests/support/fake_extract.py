@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from extractor import pipeline
 from extractor.cli import outcome
+from tests.support import faulty_writer
 from tests.support.fake_engine import FakeBackend
 from tests.support.faults import Fault, Faults, from_json
 
@@ -26,6 +27,8 @@ def run(argv: Sequence[str], faults: Sequence[Fault] = (), log: Path | None = No
         return real(*args, **kwargs)  # pyright: ignore
 
     pipeline.prepare = slow_prepare  # pyright: ignore
+    if any(fault.kind == "processes" for fault in faults):
+        faulty_writer.use(faults, log)
     return outcome(lambda: pipeline.extract(argv, backend=backend))
 
 

@@ -31,6 +31,7 @@ Kind = Literal[
     "os_kill",  # the process dies inside a system call, which did a part of its work
     "slow_os",  # a system call on a path takes seconds
     "stale",  # folders whose path contains `path` look empty, as to an old cache of NFS
+    "processes",  # writer processes, as on a GPU; faults of files happen in them
     "log_fsync",  # note what was forced to disk, for power_cut()
 ]
 CALLS = ("write", "writev", "fsync", "open", "rename")
@@ -71,9 +72,17 @@ def from_json(text: str) -> list[Fault]:
 
 
 class Faults:
-    """A rank's faults, put in place."""
+    """A rank's faults, put in place.
 
-    def __init__(self, faults: Sequence[Fault], log: Path | None = None) -> None:
+    Args:
+        log: for log_fsync.
+        parent: of a writer process, the rank that dies with it.
+    """
+
+    def __init__(
+        self, faults: Sequence[Fault], log: Path | None = None, parent: int | None = None
+    ) -> None:
+        self._dies = [pid for pid in (parent, os.getpid()) if pid is not None]
         rank = int(os.environ.get("RANK", "0"))
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._faults = [
@@ -178,7 +187,8 @@ class Faults:
                 if call in ("write", "writev"):
                     half = _joined(args[0])[: len(_joined(args[0])) // 2]
                     real(target, [half] if call == "writev" else half)
-                os.kill(os.getpid(), signal.SIGKILL)
+                for pid in self._dies:
+                    os.kill(pid, signal.SIGKILL)
         elif count >= fault.at:
             raise OSError(fault.errno, os.strerror(fault.errno))
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from extractor.files import Durability
 from extractor.journal import JOURNAL, RUN, Journal, write_run
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.records import Batch, CapturedBatch, Sample
@@ -91,11 +92,21 @@ def write_folder(
     journal: str = "0000",
     model_dtype: torch.dtype = torch.bfloat16,
     batch: int = 3,
+    durability: Durability = "none",
+    processes: bool = False,
 ) -> list[Truth]:
     """Write samples and what a run writes beside them; call again to let the folder grow."""
-    ring = HostRing(1 << 20, 2, pinned=False)
-    lines = Journal(output / JOURNAL / f"{journal}.jsonl")
-    writer = Writer(output, lines, ring, layout=layout, threads=2)
+    ring = HostRing(1 << 20, 2, pinned=False, shared=processes)
+    lines = Journal(output / JOURNAL / f"{journal}.jsonl", sync=durability != "none")
+    writer = Writer(
+        output,
+        lines,
+        ring,
+        layout=layout,
+        threads=2,
+        processes=processes,
+        durability=durability,
+    )
     stager = Stager(layout.planes, ring, torch.device("cpu"))
     truths: list[Truth] = []
     for number, begin in enumerate(range(0, len(samples), batch)):

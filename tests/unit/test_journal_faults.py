@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from extractor.files import sweep_temporaries, write_pending, write_whole
 from extractor.journal import Journal, read_entries
 from extractor.records import Reject
-from extractor.store import json_line, sweep_temporaries, write_pending, write_whole
+from extractor.store import json_line
 
 
 def reject(row: int) -> Reject:

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from extractor import verify as module
 from extractor.errors import UsageError
+from extractor.files import write_whole
 from extractor.journal import RUN, Journal, write_run
 from extractor.records import Sample
 from extractor.reference import Reference, Tensors
-from extractor.store import Blob, native_metadata, safetensors_header, sample_path, write_whole
+from extractor.store import Blob, native_metadata, safetensors_header, sample_path
 from extractor.topk import IDS, LOGPROBS
 from extractor.verify import verify
 

@@ -1,0 +1,94 @@
+"""What runs in a writer process (writer_process.py): files out of memory that the parent filled.
+
+Little is imported here, PyTorch above all not, because it starts with every one of them.
+"""
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+
+import msgspec
+
+from extractor.files import Durability, write_files
+
+READY = b"ready"
+LOOK_SECONDS = 1.0
+
+Piece = bytes | tuple[int, int]
+File = tuple[str, list[Piece]]
+
+
+class Request(msgspec.Struct, array_like=True):
+    """Files to write.
+
+    Attributes:
+        slot, nbytes: the memory that their pieces lie in; when `follows`, its descriptor comes next.
+        oldest: of the slots that are still there; mappings of those before it are let go.
+        files: path, and pieces as bytes or as (offset, length) in the slot.
+    """
+
+    slot: int
+    nbytes: int
+    follows: bool
+    oldest: int
+    durability: Durability
+    files: list[File]
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """What came of them.
+
+    Attributes:
+        done: temporary name, size and hash of each that was written.
+        error: number, text and path of an OSError that ended it.
+    """
+
+    done: list[tuple[str, int, str]]
+    error: tuple[int, str, str] | None = None
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve requests over an inherited socket until it closes or the parent is gone."""
+    connection = Connection(descriptor)
+    decode = msgspec.msgpack.Decoder(Request).decode
+    encode = msgspec.msgpack.Encoder().encode
+    slots: dict[int, memoryview] = {}
+
+    def parent_lives() -> bool:
+        return os.getppid() == parent
+
+    try:
+        connection.send_bytes(READY)
+        while parent_lives():
+            if not connection.poll(LOOK_SECONDS):
+                continue  # another child of the parent's may hold the other end open
+            request = decode(connection.recv_bytes())
+            for number in [number for number in slots if number < request.oldest]:
+                del slots[number]
+            if request.follows:
+                slots[request.slot] = _map(recv_handle(connection), request.nbytes)
+            connection.send_bytes(encode(_write(request, slots[request.slot], parent_lives)))
+    except (EOFError, ConnectionError):
+        return
+
+
+def _write(request: Request, slot: memoryview, go_on: Callable[[], bool]) -> Answer:
+    files = [
+        (path, [part if isinstance(part, bytes) else slot[part[0] : sum(part)] for part in pieces])
+        for path, pieces in request.files
+    ]
+    done, error = write_files(files, request.durability, go_on)
+    answer = Answer([(item.temporary, item.written.size, item.written.xxh3) for item in done])
+    if error is not None:
+        answer.error = (error.errno or errno.EIO, error.strerror or str(error), error.filename)
+    return answer
+
+
+def _map(descriptor: int, nbytes: int) -> memoryview:
+    try:
+        return memoryview(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""A process that writes files for a thread of this one, out of memory that both map.
+
+A file costs a thread about a dozen system calls and hashes, and after each it waits for the interpreter
+that the other threads hold, above all the one that launches kernels. A process has an interpreter of its
+own; what crosses over is a path, a header and where the states lie.
+
+It ends when its connection does. When its parent dies first, it gives no further file its name: by then
+another run may be writing the same folder.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+
+import msgspec
+import numpy as np
+
+from extractor.errors import RunError
+from extractor.files import Durability, Pending, Written
+from extractor.scribe import READY, Answer, File, Piece, Request
+from extractor.transfer import SharedSlot
+
+START_SECONDS, END_SECONDS = 60.0, 10.0
+# Of what does not lie in a slot, such as ids; more than that is not worth sending.
+MOST_INLINE = 1 << 20
+
+
+class WriterProcess:
+    """A process that writes for one thread. Raises OSError when the system starts no more."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                command(theirs.fileno(), os.getpid()),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the group are its parent's business
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self._connection = Connection(ours.detach())
+        self._known: set[int] = set()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Answer).decode
+
+    def is_ready(self) -> bool:
+        """Wait until it can write; False when it ended instead, or did not come up in time."""
+        try:
+            return self._connection.poll(START_SECONDS) and self._connection.recv_bytes() == READY
+        except (EOFError, OSError):
+            return False
+
+    def write(
+        self,
+        slot: SharedSlot,
+        oldest: int,
+        files: Sequence[tuple[str, Sequence[bytes | memoryview]]],
+        durability: Durability,
+    ) -> tuple[list[Pending], OSError | None] | None:
+        """As write_files, there; None, and nothing is written, when the files are not of this slot.
+
+        Raises RunError when the process has died."""
+        located = _locate(slot, files)
+        if located is None:
+            return None
+        fresh = slot.number not in self._known
+        request = Request(slot.number, slot.nbytes, fresh, oldest, durability, located)
+        try:
+            self._connection.send_bytes(self._encode(request))
+            if fresh:
+                send_handle(self._connection, slot.descriptor, self._process.pid)
+                self._known = {number for number in self._known if number >= oldest} | {slot.number}
+            answer = self._decode(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            raise RunError(
+                f"a writer process ended{_how(self._process)}: what was written is kept; start the "
+                "same command again"
+            ) from error
+        done = [
+            Pending(temporary, path, Written(size, xxh3))
+            for (path, _), (temporary, size, xxh3) in zip(files, answer.done, strict=False)
+        ]
+        if answer.error is None:
+            return done, None
+        number, text, path = answer.error
+        return done, OSError(number, text, path)
+
+    def close(self) -> None:
+        """End it; nothing may be asked of it at the time."""
+        self._connection.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def command(descriptor: int, parent: int) -> list[str]:
+    """Its command line. -P: a folder that happens to be the current one is not a place for modules."""
+    program = "import sys; from extractor.scribe import main; main(*map(int, sys.argv[1:]))"
+    return [sys.executable, "-P", "-c", program, str(descriptor), str(parent)]
+
+
+def _locate(
+    slot: SharedSlot, files: Sequence[tuple[str, Sequence[bytes | memoryview]]]
+) -> list[File] | None:
+    """The same files with the pieces that lie in the slot as places; None when too much does not."""
+    inline = 0
+    located: list[File] = []
+    for path, parts in files:
+        pieces: list[Piece] = []
+        for part in parts:
+            size = len(part)
+            at = -1 if isinstance(part, bytes) else _address(part) - slot.address
+            if at >= 0 and at + size <= slot.nbytes:
+                pieces.append((at, size))
+            else:
+                pieces.append(bytes(part))
+                inline += size
+                if inline > MOST_INLINE:
+                    return None
+        located.append((path, pieces))
+    return located
+
+
+def _address(part: memoryview) -> int:
+    return np.frombuffer(part, np.uint8).__array_interface__["data"][0]
+
+
+def _how(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(1)
+    except subprocess.TimeoutExpired:
+        return ""
+    if code < 0:
+        return f" by signal {-code}" + (", as out of memory does it" if code == -9 else "")
+    return f" with exit code {code}"

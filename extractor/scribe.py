@@ -89,6 +89,8 @@ def _write(request: Request, slot: memoryview, go_on: Callable[[], bool]) -> Ans
 
 def _map(descriptor: int, nbytes: int) -> memoryview:
     try:
-        return memoryview(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        # The parent has filled these pages: found at once, not one by one as they are read.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return memoryview(mmap.mmap(descriptor, nbytes, flags, mmap.PROT_READ))
     finally:
         os.close(descriptor)

@@ -8,13 +8,14 @@ pinned memory.
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from extractor.errors import UsageError
@@ -67,27 +68,34 @@ class Blob(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> "Blob":
         """A view, not a copy; the tensor must be contiguous and on the CPU."""
         assert tensor.is_contiguous() and tensor.device.type == "cpu", tensor.shape
-        plain = tensor
-        if tensor.dtype in NOT_IN_NUMPY:
-            plain = tensor.reshape(-1).view(torch.uint8)
-        data = plain.numpy().reshape(-1).view(np.uint8).data
+        plain = tensor.view(torch.uint8) if tensor.dtype in NOT_IN_NUMPY else tensor
+        data = plain.numpy().data.cast("B") if tensor.numel() else memoryview(b"")
         return cls(tensor.dtype, tuple(tensor.shape), data)
 
 
 def safetensors_header(tensors: Mapping[str, Blob], metadata: Mapping[str, str]) -> bytes:
     """The bytes before the data, which must follow in the order of tensors. Metadata is text only."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, blob in tensors.items():
-        entries[name] = {
-            "dtype": DTYPE_NAMES[blob.dtype],
-            "shape": list(blob.shape),
-            "data_offsets": [offset, offset + blob.data.nbytes],
-        }
-        offset += blob.data.nbytes
-    text = compact_json(entries)
+    entries = _entries(tuple((name, blob.dtype, blob.shape) for name, blob in tensors.items()))
+    text = b'{"__metadata__":' + compact_json(metadata) + entries + b"}"
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@lru_cache(maxsize=4096)
+def _entries(tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> bytes:
+    """What a header says of (name, dtype, shape) tensors, the same for all samples of a length: each
+    entry after a comma."""
+    text, offset = b"", 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        entry = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        text += b"," + compact_json(name) + b":" + compact_json(entry)
+        offset = end
+    return text
 
 
 def native_metadata(sample: Sample, model: str, states: str) -> dict[str, str]:

@@ -149,12 +149,13 @@ class StagedBatch:
         self._sources.clear()
 
     @cached_property
-    def _bases(self) -> dict[str, int]:
-        base, bases = 0, {}
+    def _columns(self) -> list[tuple[str, torch.dtype, int, int, int]]:
+        """Of each plane: key, dtype, width, bytes of a row, and where its first row is."""
+        base, columns = 0, []
         for plane in self.planes:
-            bases[plane.key] = base
+            columns.append((plane.key, plane.dtype, plane.width, plane.row_bytes, base))
             base += plane.row_bytes * self.batch.num_tokens
-        return bases
+        return columns
 
     @cached_property
     def _bytes(self) -> memoryview:
@@ -162,7 +163,7 @@ class StagedBatch:
 
     @cached_property
     def _all_finite(self) -> bool:
-        return bool(self._finite.all())
+        return bool(self._finite.numpy().all())
 
     def tensor(self, plane: Plane, sequence: int) -> torch.Tensor:
         """One sequence's rows of a plane: a view of the buffer, [T, width] or [T]."""
@@ -172,12 +173,15 @@ class StagedBatch:
     def blobs(self, sequence: int) -> dict[str, Blob]:
         """One sequence's rows of every plane, by its key: pieces of the buffer."""
         begin, end = self.batch.offsets[sequence : sequence + 2]
-        blobs: dict[str, Blob] = {}
-        for plane in self.planes:
-            base, size = self._bases[plane.key], plane.row_bytes
-            data = self._bytes[base + begin * size : base + end * size]
-            blobs[plane.key] = Blob(plane.dtype, plane.shape(end - begin), data)
-        return blobs
+        tokens, held = end - begin, self._bytes
+        return {
+            key: Blob(
+                dtype,
+                (tokens, width) if width else (tokens,),
+                held[base + begin * size : base + end * size],
+            )
+            for key, dtype, width, size, base in self._columns
+        }
 
     def first_bad_token(self, sequence: int) -> tuple[Plane, int] | None:
         """The first token with a value that is not finite, and the plane it is in, if any."""

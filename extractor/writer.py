@@ -34,7 +34,7 @@ NON_FINITE = "non_finite"
 
 # What a thread writes before it asks for more: small samples together, with one request, one lock and
 # one write of the journal, and little enough that no thread is last for long.
-TASK_BYTES, TASK_SAMPLES = 8 << 20, 8
+TASK_BYTES, TASK_SAMPLES = 8 << 20, 16
 
 # Each thread that is not needed takes the interpreter from the one that launches kernels, so that there
 # are few until they fall behind.

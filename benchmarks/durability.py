@@ -58,21 +58,23 @@ def write(
     )
     writer.wait_until_ready()
     begun = time.perf_counter()
-    for number in range(batches):
-        samples = tuple(
-            Sample(
-                row=number * BATCH + i,
-                turn=0,
-                id=str(i),
-                source="-",
-                input_ids=ids,
-                loss_mask=mask,
+    try:
+        for number in range(batches):
+            samples = tuple(
+                Sample(
+                    row=number * BATCH + i,
+                    turn=0,
+                    id=str(i),
+                    source="-",
+                    input_ids=ids,
+                    loss_mask=mask,
+                )
+                for i in range(BATCH)
             )
-            for i in range(BATCH)
-        )
-        buffer = ring.acquire(nbytes, writer.check)
-        writer.submit(StagedBatch(Batch.of(number, samples), planes, buffer, finite))
-    writer.close()
+            buffer = ring.acquire(nbytes, writer.check)
+            writer.submit(StagedBatch(Batch.of(number, samples), planes, buffer, finite))
+    finally:
+        writer.close()
     journal.close()
     return time.perf_counter() - begun
 

@@ -135,8 +135,8 @@ def test_what_is_in_no_slot_is_written_by_the_thread(tmp_path: Path) -> None:
     assert process.write(slot, 0, [(path, [outside, b"x"])], "none") is None
     assert not Path(path).exists()
     inside[:] = b"in##"
-    done, error = process.write(slot, 0, [(path, [b"head", inside, b"tail"])], "none") or ([], None)
-    assert error is None and len(done) == 1 and Path(path).read_bytes() == b"headin##tail"
+    done, error = process.write(slot, 0, [(path, [b"top:", inside, b":end"])], "none") or ([], None)
+    assert error is None and len(done) == 1 and Path(path).read_bytes() == b"top:in##:end"
     process.close()
 
 

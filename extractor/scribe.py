@@ -18,7 +18,7 @@ READY = b"ready"
 LOOK_SECONDS = 1.0
 
 Piece = bytes | tuple[int, int]
-File = tuple[str, list[Piece]]
+File = tuple[bytes, list[Piece]]
 
 
 class Request(msgspec.Struct, array_like=True):
@@ -27,7 +27,7 @@ class Request(msgspec.Struct, array_like=True):
     Attributes:
         slot, nbytes: the memory that their pieces lie in; when `follows`, its descriptor comes next.
         oldest: of the slots that are still there; mappings of those before it are let go.
-        files: path, and pieces as bytes or as (offset, length) in the slot.
+        files: path, as the system has it, and pieces as bytes or as (offset, length) in the slot.
     """
 
     slot: int
@@ -46,8 +46,8 @@ class Answer(msgspec.Struct, array_like=True):
         error: number, text and path of an OSError that ended it.
     """
 
-    done: list[tuple[str, int, str]]
-    error: tuple[int, str, str] | None = None
+    done: list[tuple[bytes, int, str]]
+    error: tuple[int, str, bytes] | None = None
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -77,13 +77,17 @@ def main(descriptor: int, parent: int) -> None:
 
 def _write(request: Request, slot: memoryview, go_on: Callable[[], bool]) -> Answer:
     files = [
-        (path, [part if isinstance(part, bytes) else slot[part[0] : sum(part)] for part in pieces])
+        (
+            os.fsdecode(path),
+            [part if isinstance(part, bytes) else slot[part[0] : sum(part)] for part in pieces],
+        )
         for path, pieces in request.files
     ]
     done, error = write_files(files, request.durability, go_on)
-    answer = Answer([(item.temporary, item.written.size, item.written.xxh3) for item in done])
+    answer = Answer([(os.fsencode(f.temporary), f.written.size, f.written.xxh3) for f in done])
     if error is not None:
-        answer.error = (error.errno or errno.EIO, error.strerror or str(error), error.filename)
+        path = os.fsencode(error.filename or "")
+        answer.error = (error.errno or errno.EIO, error.strerror or str(error), path)
     return answer
 
 

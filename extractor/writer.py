@@ -37,8 +37,8 @@ NON_FINITE = "non_finite"
 TASK_BYTES, TASK_SAMPLES = 8 << 20, 16
 
 # Each thread that is not needed takes the interpreter from the one that launches kernels, so that there
-# are few until they fall behind.
-FIRST_THREADS = 4
+# are few until they fall behind; with processes less so.
+FIRST_THREADS, FIRST_PROCESSES = 4, 8
 
 
 class Landing(Protocol):
@@ -111,7 +111,8 @@ class Writer:
         self._tasks = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._ready = threading.Semaphore(0)
-        for _ in range(threads if at_once else min(threads, FIRST_THREADS)):
+        first = FIRST_PROCESSES if processes else FIRST_THREADS
+        for _ in range(threads if at_once else min(threads, first)):
             self._start_thread()
         self._arrivals = threading.Thread(target=self._receive, name="arrivals", daemon=True)
         self._arrivals.start()

@@ -34,7 +34,7 @@ class WriterProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ours, theirs:
             self._process = subprocess.Popen(
                 command(theirs.fileno(), os.getpid()),
                 pass_fds=(theirs.fileno(),),
@@ -42,7 +42,7 @@ class WriterProcess:
                 start_new_session=True,  # signals to the group are its parent's business
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        self._connection = Connection(ours.detach())
+            self._connection = Connection(ours.detach())
         self._known: set[int] = set()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Answer).decode
@@ -81,13 +81,13 @@ class WriterProcess:
                 "same command again"
             ) from error
         done = [
-            Pending(temporary, path, Written(size, xxh3))
+            Pending(os.fsdecode(temporary), path, Written(size, xxh3))
             for (path, _), (temporary, size, xxh3) in zip(files, answer.done, strict=False)
         ]
         if answer.error is None:
             return done, None
         number, text, path = answer.error
-        return done, OSError(number, text, path)
+        return done, OSError(number, text, os.fsdecode(path))
 
     def close(self) -> None:
         """End it; nothing may be asked of it at the time."""
@@ -122,7 +122,7 @@ def _locate(
             if inline > MOST_INLINE:
                 return None
             pieces.append(bytes(part))
-        located.append((path, pieces))
+        located.append((os.fsencode(path), pieces))
     return located
 
 

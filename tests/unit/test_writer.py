@@ -116,6 +116,16 @@ def test_a_process_that_dies_ends_the_run_with_a_line(
     assert started and not any(Path(f"/proc/{pid}").exists() for pid in started)
 
 
+def test_a_folder_that_is_no_unicode(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"folder\xe9")
+    write(folder, "group", 1, 4, 2, processes=True)
+    assert len(files_of(folder)) == BATCH
+    (folder / "samples" / "00000").rename(folder / "samples" / "moved")
+    (folder / "samples" / "00000").write_text("in the way")
+    with pytest.raises(RunError, match="errno 20"):
+        write(folder, "none", 1, 4, 2, processes=True)
+
+
 def test_a_disk_error_of_a_process_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "00000").write_text("in the way")

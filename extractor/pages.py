@@ -2,14 +2,28 @@
 than the copy that fills them."""
 
 import contextlib
+import logging
 import mmap
 import os
 import weakref
+
+logger = logging.getLogger(__name__)
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
     """Memory of this process alone, its content zeros, given back when nothing refers to it."""
     return _in_huge_pages(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def can_share() -> bool:
+    """Whether shared() works here: not on a Python built for an old C library, nor under every filter of
+    system calls."""
+    try:
+        os.close(os.memfd_create("extractor-probe", os.MFD_CLOEXEC))
+    except (AttributeError, OSError) as error:
+        logger.warning("no shared memory for writer processes (%s): threads write instead", error)
+        return False
+    return True
 
 
 def shared(nbytes: int) -> tuple[mmap.mmap, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from extractor import pages
 from extractor.data.store import PreparedStore
 from extractor.engine.base import Engine
 from extractor.errors import RunError
@@ -64,7 +65,7 @@ def write_batches(
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     device = engine.info.device
-    processes = uses_processes(device)
+    processes = uses_processes(device) and pages.can_share()
     ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda", shared=processes)
     lines = Journal(output / JOURNAL / journal, sync=durability != "none")
     writer = Writer(
@@ -250,6 +251,7 @@ def pump(
                 world.share_batch(batch)
                 captured = engine.forward(batch)
             writer.submit(stager.stage(captured, buffer))
+            del buffer  # the ring's, which may give its slots up
             launched = clock() - mark
             waits.model += launched
             waits.launching += launched

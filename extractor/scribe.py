@@ -3,9 +3,11 @@
 Little is imported here, PyTorch above all not, because it starts with every one of them.
 """
 
+import ctypes
 import errno
 import mmap
 import os
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -15,6 +17,8 @@ import msgspec
 from extractor.files import Durability, write_files
 
 READY = b"ready"
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 LOOK_SECONDS = 1.0
 
 Piece = bytes | tuple[int, int]
@@ -51,7 +55,13 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve requests over an inherited socket until it closes or the parent is gone."""
+    """Serve requests over an inherited socket until it closes or the parent is gone.
+
+    Signals are the parent's business: a drain wants its writers to the end, whoever asked for it."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    # The thread that started this ends it before itself, so that this is of the parent's death only.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(descriptor)
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
@@ -68,9 +78,13 @@ def main(descriptor: int, parent: int) -> None:
             request = decode(connection.recv_bytes())
             for number in [number for number in slots if number < request.oldest]:
                 del slots[number]
-            if request.follows:
-                slots[request.slot] = _map(recv_handle(connection), request.nbytes)
-            connection.send_bytes(encode(_write(request, slots[request.slot], parent_lives)))
+            try:
+                if request.follows:
+                    slots[request.slot] = _map(recv_handle(connection), request.nbytes)
+                answer = _write(request, slots[request.slot], parent_lives)
+            except OSError as error:  # no descriptor or no memory for the slot
+                answer = Answer([], _described(error, request.files[0][0]))
+            connection.send_bytes(encode(answer))
     except (EOFError, ConnectionError):
         return
 
@@ -86,9 +100,12 @@ def _write(request: Request, slot: memoryview, go_on: Callable[[], bool]) -> Ans
     done, error = write_files(files, request.durability, go_on)
     answer = Answer([(os.fsencode(f.temporary), f.written.size, f.written.xxh3) for f in done])
     if error is not None:
-        path = os.fsencode(error.filename or "")
-        answer.error = (error.errno or errno.EIO, error.strerror or str(error), path)
+        answer.error = _described(error, request.files[len(done)][0])
     return answer
+
+
+def _described(error: OSError, path: bytes) -> tuple[int, str, bytes]:
+    return error.errno or errno.EIO, error.strerror or str(error), path
 
 
 def _map(descriptor: int, nbytes: int) -> memoryview:

@@ -81,7 +81,7 @@ def safetensors_header(tensors: Mapping[str, Blob], metadata: Mapping[str, str])
     return len(text).to_bytes(8, "little") + text
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _entries(tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> bytes:
     """What a header says of (name, dtype, shape) tensors, the same for all samples of a length: each
     entry after a comma."""

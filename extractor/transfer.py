@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from extractor import pages
@@ -118,10 +119,12 @@ def pinned(memory: mmap.mmap) -> torch.Tensor:
     of two, up to twice what the run's bound says. Given back with its last view.
 
     Raises RuntimeError (CUDA's) when the pages cannot be locked."""
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    # An array in between: it tells of its end before it lets go of the pages, a mapping only after.
+    held = np.frombuffer(memory, np.uint8)
+    tensor = torch.frombuffer(held, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), 0))
-    weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
+    weakref.finalize(held, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
     return tensor
 
 
@@ -147,6 +150,12 @@ class StagedBatch:
         if self._arrival is not None:
             self._arrival.synchronize()
         self._sources.clear()
+
+    def let_go(self) -> torch.Tensor:
+        """The buffer, of which this holds nothing any more."""
+        buffer, self.buffer = self.buffer, torch.empty(0, dtype=torch.uint8)
+        self.__dict__.pop("_bytes", None)
+        return buffer
 
     @cached_property
     def _columns(self) -> list[tuple[str, torch.dtype, int, int, int]]:

@@ -113,7 +113,7 @@ class Writer:
         self._ready = threading.Semaphore(0)
         first = FIRST_PROCESSES if processes else FIRST_THREADS
         for _ in range(threads if at_once else min(threads, first)):
-            self._start_thread()
+            self._start_thread(processes)
         self._arrivals = threading.Thread(target=self._receive, name="arrivals", daemon=True)
         self._arrivals.start()
 
@@ -142,9 +142,9 @@ class Writer:
         """Wait until all is written, then raise what check() raises."""
         self._batches.put(None)
         while self._arrivals.is_alive():  # no model to take the interpreter from any more
-            self._help()
+            self._help(by_process=False)
             self._arrivals.join(timeout=0.01)
-        while self._help():
+        while self._help(by_process=False):
             pass
         for _ in self._threads:
             self._tasks.put(None)
@@ -167,30 +167,35 @@ class Writer:
             self._unwritten += change
             self._busy_since = now
 
-    def _help(self) -> bool:
+    def _help(self, by_process: bool) -> bool:
         """One thread more, if samples wait for one and there may be more; whether there is."""
         with self._lock:
             if self._tasks.empty() or len(self._threads) >= self._most_threads:
                 return False
             try:
-                self._start_thread()
+                self._start_thread(by_process)
             except RuntimeError:  # the system gives no more; those that are there go on
                 self._most_threads = len(self._threads)
                 return False
         return True
 
-    def _start_thread(self) -> None:
+    def _start_thread(self, by_process: bool) -> None:
         name = f"writer-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        thread = threading.Thread(target=self._work, args=(by_process,), name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def _work(self) -> None:
-        process = start_process() if self._processes else None
-        self._ready.release()
+    def _work(self, by_process: bool) -> None:
+        process = None
         try:
+            try:
+                process = start_process() if by_process else None
+            finally:
+                self._ready.release()
             while (task := self._tasks.get()) is not None:
                 task(process)
+        except BaseException as error:  # or nobody would hear that there is a thread fewer
+            self._fail(error)
         finally:
             if process is not None:
                 process.close()
@@ -205,10 +210,10 @@ class Writer:
                 self._scatter(staged)
             except BaseException as error:
                 self._fail(error)
-                self._ring.release(staged.buffer)
+                self._ring.release(staged.let_go())
 
     def _scatter(self, staged: StagedBatch) -> None:
-        self._help()
+        self._help(self._processes)
         count = len(staged.batch.samples)
         group = Group(count)
         self._arrived(1)
@@ -231,24 +236,31 @@ class Writer:
         """Write some samples of a batch; whoever is the last of its batch ends it."""
         pending: list[tuple[Sample, Pending]] = []
         try:
-            begun = time.perf_counter()
-            samples, files = self._files(staged, sequences)
-            written, error = self._put(staged, files, process)
-            done = list(zip(samples, written, strict=False))
+            done, error = self._write(staged, sequences, process)
             if self._durability == "group":
                 pending = done
-            else:  # also those before one that failed
-                lines = [(sample, file.written) for sample, file in done]
-                self._journal.finished_together(lines)
-                self._count(lines, time.perf_counter() - begun)
             if error is not None:
                 raise error
         except BaseException as error:
             self._fail(error)
         if group.add(len(sequences), pending):
-            self._ring.release(staged.buffer)
+            self._ring.release(staged.let_go())
             self._arrived(-1)
             self._finish(group)
+
+    def _write(
+        self, staged: StagedBatch, sequences: range, process: WriterProcess | None
+    ) -> tuple[list[tuple[Sample, Pending]], OSError | None]:
+        """Those written, which have their lines but in mode "group", and the error of the next one."""
+        begun = time.perf_counter()
+        samples, files = self._files(staged, sequences)
+        written, error = self._put(staged, files, process)
+        done = list(zip(samples, written, strict=False))
+        if self._durability != "group":
+            lines = [(sample, file.written) for sample, file in done]
+            self._journal.finished_together(lines)
+            self._count(lines, time.perf_counter() - begun)
+        return done, error
 
     def _files(
         self, staged: StagedBatch, sequences: range
@@ -329,7 +341,7 @@ def start_process() -> WriterProcess | None:
     """One that is ready, or None where the system gives none: then a thread writes by itself."""
     try:
         process = WriterProcess()
-    except OSError as error:
+    except Exception as error:
         logger.warning("no writer process (%s): a thread writes instead", error)
         return None
     if process.is_ready():

@@ -4,8 +4,8 @@ A file costs a thread about a dozen system calls and hashes, and after each it w
 that the other threads hold, above all the one that launches kernels. A process has an interpreter of its
 own; what crosses over is a path, a header and where the states lie.
 
-It ends when its connection does. When its parent dies first, it gives no further file its name: by then
-another run may be writing the same folder.
+It ends when its connection does, and is killed when its parent is: by then another run may be writing
+the same folder. Signals that ask the parent to drain it ignores.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import msgspec
 
 from extractor.errors import RunError
 from extractor.files import Durability, Pending, Written
-from extractor.scribe import READY, Answer, File, Piece, Request
+from extractor.scribe import LOOK_SECONDS, READY, Answer, File, Piece, Request
 from extractor.transfer import SharedSlot
 
 START_SECONDS, END_SECONDS = 60.0, 10.0
@@ -39,8 +39,8 @@ class WriterProcess:
                 command(theirs.fileno(), os.getpid()),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the group are its parent's business
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # signals to the group are not for it
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, sys.path)))},
             )
             self._connection = Connection(ours.detach())
         self._known: set[int] = set()
@@ -74,12 +74,15 @@ class WriterProcess:
             if fresh:
                 send_handle(self._connection, slot.descriptor, self._process.pid)
                 self._known = {number for number in self._known if number >= oldest} | {slot.number}
-            answer = self._decode(self._connection.recv_bytes())
+            answer = self._decode(self._answer())
         except (EOFError, ConnectionError) as error:
             raise RunError(
-                f"a writer process ended{_how(self._process)}: what was written is kept; start the "
-                "same command again"
+                f"a writer process ended{_how(self._process)}: what the journal names is kept; start "
+                "the same command again"
             ) from error
+        except OSError as error:  # no descriptor left to send one with
+            error.filename = error.filename or files[0][0]
+            raise
         done = [
             Pending(os.fsdecode(temporary), path, Written(size, xxh3))
             for (path, _), (temporary, size, xxh3) in zip(files, answer.done, strict=False)
@@ -88,6 +91,13 @@ class WriterProcess:
             return done, None
         number, text, path = answer.error
         return done, OSError(number, text, os.fsdecode(path))
+
+    def _answer(self) -> bytes:
+        while not self._connection.poll(LOOK_SECONDS):
+            # Not by the connection's end alone: another child of ours may hold the other end open.
+            if self._process.poll() is not None and not self._connection.poll(0):
+                raise EOFError
+        return self._connection.recv_bytes()
 
     def close(self) -> None:
         """End it; nothing may be asked of it at the time."""

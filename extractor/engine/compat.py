@@ -1,7 +1,8 @@
 """Every difference between SGLang releases, and nothing else, in one place.
 
     release          constructor of ModelRunner          process groups
-    0.5.17 - 0.5.20  takes ps: ParallelState             made inside ModelRunner
+    0.5.17 - 0.5.20  takes ps: ParallelState (its        made inside ModelRunner
+                     dcp fields renamed in 0.5.18)
     0.5.21 - 0.5.23  no ps                               bootstrap.init_parallel_runtime first
 
 A symbol that a release lacks is an error here, at the start, with the table of what is supported;
@@ -30,6 +31,10 @@ FIRST, LAST = (0, 5, 17), (0, 5, 23)
 _NO_PS_SINCE = (0, 5, 21)
 _KV_PLAN_SINCE = (0, 5, 23)
 _CORES_BY_TP_RANK_UNTIL = (0, 5, 18)
+_DCP_BY_RANK_SINCE = (0, 5, 18)
+_FLAGS_PUBLISHED_SINCE = (0, 5, 19)
+_POOLS_BY_PLATFORM_UNTIL = (0, 5, 21)
+_NCCL_ON_CPU_UNTIL = (0, 5, 22)
 
 SUPPORTED_TABLE = """\
   sglang           torch
@@ -335,14 +340,19 @@ def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:
 
 
 def _initialize_kernels(args: Any) -> None:
-    given = (args,) if installed_version() < (0, 5, 20) else ()
+    given = (args,) if installed_version() < _FLAGS_PUBLISHED_SINCE else ()
     symbol("sglang.srt.layers.moe", "initialize_moe_config")(*given)
     symbol("sglang.srt.layers.quantization.fp8_utils", "initialize_fp8_gemm_config")(*given)
     symbol("sglang.srt.layers.quantization.fp4_utils", "initialize_fp4_gemm_config")(*given)
 
 
 def _parallel_state(args: Any, tp_rank: int, gpu_id: int) -> Any:
+    # Decode context parallelism, of which there is none here (engine.sglang.SINGLE).
+    dcp = {"attn_dcp_rank": 0, "attn_dcp_size": args.dcp_size}
+    if installed_version() < _DCP_BY_RANK_SINCE:
+        dcp = {"dcp_size": args.dcp_size}
     return symbol("sglang.srt.distributed.parallel_state_wrapper", "ParallelState")(
+        **dcp,
         tp_rank=tp_rank,
         tp_size=args.tp_size,
         pp_rank=0,
@@ -359,7 +369,6 @@ def _parallel_state(args: Any, tp_rank: int, gpu_id: int) -> Any:
         moe_ep_size=args.ep_size,
         moe_dp_rank=None,
         moe_dp_size=args.moe_dp_size,
-        dcp_size=args.dcp_size,
         gpu_id=gpu_id,
     )
 
@@ -425,8 +434,8 @@ def architectures_with_marks() -> list[str]:
 
 
 def hide_nccl() -> None:
-    """Up to 0.5.20 SGLang opens NCCL whenever the library is there, and gives it the CPU for a GPU."""
-    if installed_version() < _NO_PS_SINCE:
+    """Up to 0.5.22 SGLang opens NCCL whenever the library is there, and gives it the CPU for a GPU."""
+    if installed_version() <= _NCCL_ON_CPU_UNTIL:
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent/libnccl.so")
         wrapper = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
         logging.getLogger(wrapper).setLevel(logging.CRITICAL)
@@ -454,10 +463,10 @@ class PoolClasses:
 
 
 def cpu_pool_classes() -> PoolClasses:
-    """SGLang's own pools, which work on any device; up to 0.5.20 a platform must name them, and they
+    """SGLang's own pools, which work on any device; up to 0.5.21 a platform must name them, and they
     are given arguments that the in-tree classes do not take."""
     pools = importlib.import_module("sglang.srt.mem_cache.memory_pool")
-    if installed_version() >= _NO_PS_SINCE:
+    if installed_version() > _POOLS_BY_PLATFORM_UNTIL:
         return PoolClasses(pools.MHATokenToKVPool, pools.MLATokenToKVPool, None)
     token = importlib.import_module("sglang.srt.mem_cache.allocator").TokenToKVPoolAllocator
 

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.durability import BATCH, write
-from extractor import files, writer, writer_process
+from extractor import files, pages, scribe, writer, writer_process
 from extractor.errors import RunError
 from extractor.files import write_files
-from extractor.journal import read_entries
+from extractor.journal import JOURNAL, Journal, read_entries
 from extractor.layouts import LAYOUTS
-from extractor.transfer import HostRing
+from extractor.records import Batch
+from extractor.transfer import HostRing, StagedBatch
 from tests.support.written import make_layout, make_samples, write_folder
 
 
@@ -25,12 +27,12 @@ def test_a_system_without_more_threads_only_has_fewer(
 ) -> None:
     start, refused = writer.Writer._start_thread, 0
 
-    def few(self: writer.Writer) -> None:
+    def few(self: writer.Writer, by_process: bool) -> None:
         nonlocal refused
         if len(self._threads) >= writer.FIRST_THREADS:
             refused += 1
             raise RuntimeError("can't start new thread")
-        start(self)
+        start(self, by_process)
 
     def slow(*args: Any, **more: Any) -> Any:
         time.sleep(0.005)
@@ -148,6 +150,63 @@ def test_what_is_in_no_slot_is_written_by_the_thread(tmp_path: Path) -> None:
     done, error = process.write(slot, 0, [(path, [b"top:", inside, b":end"])], "none") or ([], None)
     assert error is None and len(done) == 1 and Path(path).read_bytes() == b"top:in##:end"
     process.close()
+
+
+def mapped_slots() -> int:
+    return sum("memfd:extractor-states" in line for line in Path("/proc/self/maps").open())
+
+
+def test_a_writer_holds_no_slots_that_the_ring_gave_up(tmp_path: Path) -> None:
+    """Or a long sample's buffer would come on top of them."""
+    before = mapped_slots()  # of failed runs of other tests, whose tracebacks hold them
+    samples = make_samples()
+    layout = make_layout("native", samples=samples)
+    ring = HostRing(1 << 20, 4, pinned=False, shared=True)
+    lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
+    team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=3, processes=True)
+    for number, sample in enumerate(samples):
+        part = Batch.of(number, (sample,))
+        buffer = ring.acquire(layout.row_bytes * len(sample), team.check)
+        finite = torch.ones(len(layout.planes), len(sample), dtype=torch.bool)
+        team.submit(StagedBatch(part, layout.planes, buffer, finite))
+        del buffer
+    large = ring.acquire((1 << 20) + 1, team.check)  # comes when nothing else is in flight
+    end = time.monotonic() + 10
+    while mapped_slots() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert mapped_slots() <= before and ring.shared_bytes == 0
+    ring.release(large)
+    team.close()
+    lines.close()
+    assert len(files_of(tmp_path)) == len(samples)
+
+
+def test_a_signal_to_every_process_does_not_end_it() -> None:
+    process = writer_process.WriterProcess()
+    assert process.is_ready()
+    for number in scribe.IGNORED:
+        os.kill(process._process.pid, number)
+    time.sleep(0.2)
+    assert process._process.poll() is None
+    process.close()
+    assert process._process.returncode == 0
+
+
+def test_a_python_without_shared_memory_writes_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pages.can_share()
+    monkeypatch.delattr(os, "memfd_create")
+    assert not pages.can_share()
+
+
+def test_a_thread_that_cannot_begin_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(writer, "start_process", broken)
+    with pytest.raises(RunError, match="a bug"):
+        write(tmp_path, "none", 6, 4, 2, processes=True)
 
 
 def test_slots_given_back_take_no_memory(tmp_path: Path) -> None:

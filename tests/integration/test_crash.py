@@ -12,11 +12,10 @@ import pytest
 
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
-from tests.support.faults import Fault, power_cut
+from tests.support.faults import PROCESSES, Fault, power_cut
 from tests.support.ledger import Injection, Ledger
 
 SLOW = Fault(kind="slow_pass", seconds=0.08, restart=None)
-PROCESSES = Fault(kind="processes", restart=None)
 
 
 def kill_at_random(bench: Bench, rng: random.Random, by: Sequence[Fault]) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
-from tests.support.faults import Fault
+from tests.support.faults import PROCESSES, Fault
 from tests.support.ledger import Injection, Ledger
 from tests.support.zygote import Run
 
@@ -22,8 +22,6 @@ IN_TIME = 30.0
 def fault(call: str, path: str, number: int, **where: int) -> Fault:
     return Fault(kind="os_error", rank=None, call=call, path=path, errno=number, **where)
 
-
-PROCESSES = Fault(kind="processes", rank=None)
 
 CASES = {
     "full at the first byte": fault("writev", "samples/", errno.ENOSPC, byte=0),

@@ -12,13 +12,13 @@ import pytest
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.fake_engine import HIDDEN
-from tests.support.faults import Fault, to_json
+from tests.support.faults import PROCESSES, Fault, to_json
 from tests.support.ledger import Injection, Ledger
 from tests.support.zygote import REPOSITORY
 
 
 @pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 2), (2, 1), (4, 2)])
-@pytest.mark.parametrize("by", [[], [Fault(kind="processes")]], ids=["threads", "processes"])
+@pytest.mark.parametrize("by", [[], [PROCESSES]], ids=["threads", "processes"])
 def test_every_sample_once_and_right(bench: Bench, ranks: int, tp: int, by: list[Fault]) -> None:
     run = bench.run(f"--tp={tp}", ranks=ranks, faults=by)
     assert run.code == 0, run.output()

@@ -8,13 +8,12 @@ import pytest
 
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
-from tests.support.faults import Fault
+from tests.support.faults import PROCESSES, Fault
 from tests.support.ledger import Injection, Ledger
 from tests.support.zygote import Run
 
 IN_TIME = 30.0
 SLOW = Fault(kind="slow_pass", rank=None, seconds=0.2)
-PROCESSES = Fault(kind="processes", rank=None)
 
 
 def until(run: Run, words: str, rank: int = 0) -> None:

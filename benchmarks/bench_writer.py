@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_writer --folder /dev/shm [--kib 1024] [--samples 2048] [--threads N]
 
-The loop knows every file beforehand and does nothing but open, write and close it; the writer also makes
-headers, checksums, temporary names and journal lines. They take turns, --rounds each; the last line is
-JSON with the medians. Rates are of files, without what it takes to make room for them again.
+The loop knows every file beforehand and does nothing but open, write and close it; the writer gets them
+in batches of as many tokens as a pass of the engine leaves, and also makes headers, checksums, temporary
+names and journal lines. They take turns, --rounds each; the last line is JSON with the medians. Rates
+are of files, without what it takes to make room for them again.
 """
 
 import argparse
@@ -21,9 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.durability import BATCH, HIDDEN, STATES, write
+from benchmarks.durability import HIDDEN, STATES, write
 from extractor.memory import RING_SLOTS
 from extractor.store import sample_path
+
+BATCH_TOKENS = 16384  # what a pass of the engine leaves, whatever the length of its samples
 
 
 def loop(folder: Path, samples: int, files: Sequence[Sequence[memoryview]], threads: int) -> float:
@@ -58,13 +61,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     tokens = max(options.kib * 1024 // (HIDDEN * 2 * len(STATES)), 1)
-    samples = options.samples // BATCH * BATCH
+    batch = max(BATCH_TOKENS // tokens, 1)
+    samples = -(-options.samples // batch) * batch
     top = Path(tempfile.mkdtemp(prefix="bench-writer-", dir=options.folder))
     # As much memory as the writer's ring, so that both write what no cache holds; no zeros, which a
     # filesystem could skip.
     lengths = [1024, 8 * tokens, *[HIDDEN * 2 * tokens] * len(STATES), tokens]
     size = sum(lengths)
-    memory = memoryview(np.random.default_rng(0).bytes(size * BATCH * RING_SLOTS))
+    noise = np.random.default_rng(0).bytes(1 << 20)
+    memory = memoryview(noise * (size * batch * RING_SLOTS // len(noise) + 1))
     ends = list(itertools.accumulate(lengths))
     plain = [
         [memory[at + end - length : at + end] for end, length in zip(ends, lengths, strict=True)]
@@ -80,9 +85,10 @@ def main() -> None:
                     seconds = write(
                         folder,
                         "none",
-                        samples // BATCH,
+                        samples // batch,
                         tokens,
                         options.threads,
+                        batch=batch,
                         processes=not options.no_processes,
                         at_once=True,
                     )
@@ -101,6 +107,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "file_bytes": size,
         "samples": samples,
+        "batch": batch,
         "threads": options.threads,
         "processes": not options.no_processes,
         "files_per_s": {name: round(rate) for name, rate in median.items()},

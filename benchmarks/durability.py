@@ -29,19 +29,22 @@ def write(
     tokens: int,
     threads: int = 4,
     *,
+    batch: int = BATCH,
     processes: bool = False,
     at_once: bool = False,
 ) -> float:
-    """Seconds to write that many batches of BATCH samples, which lie in host memory as a GPU's copies
+    """Seconds to write that many batches of `batch` samples, which lie in host memory as a GPU's copies
     leave them."""
     layout = Native(stored=STATES, hidden=HIDDEN, dtype=torch.bfloat16, model="m")
     planes = layout.planes
-    size = BATCH * tokens
+    size = batch * tokens
     nbytes = size * layout.row_bytes
     ring = HostRing(nbytes, 4, pinned=False, shared=processes)
     held = [ring.acquire(nbytes, lambda: None) for _ in range(4)]
+    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     for buffer in held:  # not zeros, which a filesystem could skip
-        buffer.random_(0, 256)
+        for piece in buffer.split(len(noise)):
+            piece.copy_(noise[: len(piece)])
         ring.release(buffer)
     finite = torch.ones(len(planes), size, dtype=torch.bool)
     journal = Journal(folder / JOURNAL / "0000.jsonl", sync=mode != "none")
@@ -62,14 +65,14 @@ def write(
         for number in range(batches):
             samples = tuple(
                 Sample(
-                    row=number * BATCH + i,
+                    row=number * batch + i,
                     turn=0,
                     id=str(i),
                     source="-",
                     input_ids=ids,
                     loss_mask=mask,
                 )
-                for i in range(BATCH)
+                for i in range(batch)
             )
             buffer = ring.acquire(nbytes, writer.check)
             writer.submit(StagedBatch(Batch.of(number, samples), planes, buffer, finite))

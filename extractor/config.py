@@ -100,7 +100,8 @@ class ExtractConfig(DataConfig):
     """Seconds that one batch may take in the model before the run ends as stuck; the first may take
     ten minutes, and each 20 times what the slowest so far took a token; 0: as long as it likes."""
     writers: int | None = None
-    """Writer threads; default: a few, and more up to the CPU cores while the disk is behind."""
+    """Writer threads, with a GPU processes; default: a few, and more up to the CPU cores while the
+    disk is behind."""
     host_memory: float | None = None
     """Most GiB of states in host memory at a time; default: four batches."""
     self_check: bool = True

@@ -7,14 +7,16 @@ import contextlib
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import xxhash
 
 TEMPORARY = ".tmp"
-MOST_PARTS = 64  # of one writev; Linux takes 1024
+# Bytes and parts that are hashed, and then written while a core's cache still has them (Linux takes 1024
+# parts).
+PIECE, MOST_PARTS = 256 << 10, 64
 
 Durability = Literal["none", "file", "group"]
 
@@ -76,10 +78,10 @@ def write_pending(
     try:
         descriptor = _create(temporary)
         try:
-            for part in parts:
-                digest.update(part)
-                size += len(part)
-            _write_all(descriptor, parts, size)
+            for piece in _pieces(parts):
+                for part in piece:
+                    digest.update(part)
+                size += _write_all(descriptor, piece)
             if sync:
                 os.fsync(descriptor)
         finally:
@@ -179,15 +181,33 @@ def _create(path: str) -> int:
     return os.open(path, flags, 0o644)
 
 
-def _write_all(descriptor: int, parts: Sequence[bytes | memoryview], size: int) -> None:
-    written = os.writev(descriptor, parts[:MOST_PARTS])
+def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
+    """The same bytes in order, about PIECE at a time."""
+    piece: list[bytes | memoryview] = []
+    size = 0
+    for part in parts:
+        for at in range(0, len(part), PIECE):
+            some = part if len(part) <= PIECE else part[at : at + PIECE]
+            piece.append(some)
+            size += len(some)
+            if size >= PIECE or len(piece) == MOST_PARTS:
+                yield piece
+                piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> int:
+    """How many bytes they are."""
+    size = sum(map(len, parts))
+    written = os.writev(descriptor, parts)
     if written == size:
-        return
-    pending = [memoryview(part) for part in parts if len(part)]  # a disk that fills takes a part
+        return size
+    pending = [memoryview(part) for part in parts]  # a disk that fills takes a part
     while True:
         while pending and written >= len(pending[0]):
             written -= len(pending.pop(0))
         if not pending:
-            return
+            return size
         pending[0] = pending[0][written:]
-        written = os.writev(descriptor, pending[:MOST_PARTS])
+        written = os.writev(descriptor, pending)

@@ -58,7 +58,8 @@ def write_batches(
     Args:
         batches: all of them, of all replicas.
         journal: name of this writer's.
-        threads: that write files; None for as many as it takes, up to the cores and MOST_WRITERS.
+        threads: or processes, that write files; None for as many as it takes, up to the cores and
+            MOST_WRITERS.
         counter: in torchrun's store, from which replicas take numbers of batches.
 
     Returns whether a signal stopped it, and what run.json says of it. Raises what pump raises.

@@ -10,8 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,16 +74,20 @@ class Blob(NamedTuple):
 
 def safetensors_header(tensors: Mapping[str, Blob], metadata: Mapping[str, str]) -> bytes:
     """The bytes before the data, which must follow in the order of tensors. Metadata is text only."""
-    entries = _entries(tuple((name, blob.dtype, blob.shape) for name, blob in tensors.items()))
+    entries = header_entries((name, blob.dtype, blob.shape) for name, blob in tensors.items())
+    return header_of(metadata, entries)
+
+
+def header_of(metadata: Mapping[str, str], entries: bytes) -> bytes:
+    """A header of metadata and of what header_entries said."""
     text = b'{"__metadata__":' + compact_json(metadata) + entries + b"}"
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-@lru_cache(maxsize=512)
-def _entries(tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> bytes:
-    """What a header says of (name, dtype, shape) tensors, the same for all samples of a length: each
-    entry after a comma."""
+def header_entries(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """What a header says of (name, dtype, shape) tensors that follow one another: each entry after a
+    comma."""
     text, offset = b"", 0
     for name, dtype, shape in tensors:
         end = offset + math.prod(shape) * dtype.itemsize

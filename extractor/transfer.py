@@ -9,6 +9,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,12 +29,11 @@ class SharedSlot(NamedTuple):
     Attributes:
         number: no two of a ring have the same one, ever.
         descriptor: of its memory.
-        address, nbytes: where it is in this process.
+        nbytes: of it.
     """
 
     number: int
     descriptor: int
-    address: int
     nbytes: int
 
 
@@ -56,11 +56,13 @@ class HostRing:
         self._in_flight = 0
         self._changed = threading.Condition()
         self._shared_slots: dict[int, SharedSlot] = {}
+        self._locking: dict[int, Future[None]] = {}
         self._numbers = itertools.count()
 
     def acquire(self, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
         """A uint8 buffer of at least nbytes; waits for one to come back.
 
+        A new one is page-locked meanwhile: wait_until_locked() before anything is written into it.
         check() is called while waiting and may raise, so that a dead writer is noticed."""
         with self._changed:
             while True:
@@ -88,6 +90,12 @@ class HostRing:
                 self._free.append(buffer)
             self._changed.notify_all()
 
+    def wait_until_locked(self, buffer: torch.Tensor) -> None:
+        """Raises RuntimeError (CUDA's) when its pages cannot be locked."""
+        locking = self._locking.pop(buffer.data_ptr(), None)
+        if locking is not None:
+            locking.result()
+
     def slot_of(self, buffer: torch.Tensor) -> SharedSlot | None:
         """How other processes find a buffer that was handed out; None for one of this process alone."""
         return self._shared_slots.get(buffer.data_ptr())
@@ -103,29 +111,64 @@ class HostRing:
         return len(self._shared_slots) * self.slot_bytes
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if not self._shared or nbytes != self.slot_bytes:
-            if self._pinned:
-                return pinned(pages.anonymous(nbytes))
+        slot = self._shared and nbytes == self.slot_bytes
+        if not slot and not self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8)
-        memory, descriptor = pages.shared(nbytes)
-        tensor = pinned(memory) if self._pinned else torch.frombuffer(memory, dtype=torch.uint8)
+        memory, descriptor = pages.shared(nbytes) if slot else (pages.anonymous(nbytes), -1)
+        # An array in between, because it can tell of its end.
+        held = np.frombuffer(memory, np.uint8)
+        tensor = torch.frombuffer(held, dtype=torch.uint8)
         at = tensor.data_ptr()
-        self._shared_slots[at] = SharedSlot(next(self._numbers), descriptor, at, nbytes)
+        if slot:
+            self._shared_slots[at] = SharedSlot(next(self._numbers), descriptor, nbytes)
+        if self._pinned:
+            lock = PageLock(memory, at)
+            # Without it, memory would be unmapped before it is unlocked: numpy 2.5 lets go of it first.
+            weakref.finalize(held, lock.undo).atexit = False
+            self._locking[at] = lock.future
         return tensor
 
 
-def pinned(memory: mmap.mmap) -> torch.Tensor:
-    """Memory page-locked, as uint8. Locked here, because PyTorch's own allocator takes the next power
-    of two, up to twice what the run's bound says. Given back with its last view.
+class PageLock:
+    """Memory page-locked for CUDA, in a thread: its pages are found and filled with zeros, which for a
+    large batch takes as long as a small model's pass, and that can run meanwhile.
 
-    Raises RuntimeError (CUDA's) when the pages cannot be locked."""
-    # An array in between: it tells of its end before it lets go of the pages, a mapping only after.
-    held = np.frombuffer(memory, np.uint8)
-    tensor = torch.frombuffer(held, dtype=torch.uint8)
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), len(memory), 0))
-    weakref.finalize(held, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
-    return tensor
+    Locked here, because PyTorch's own allocator takes the next power of two, up to twice what the run's
+    bound says."""
+
+    def __init__(self, memory: mmap.mmap, address: int) -> None:
+        self._memory, self._address = memory, address
+        self._runtime: Any = torch.cuda.cudart()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self.future: Future[None] = Future()
+        try:
+            threading.Thread(target=self._run, name="page-lock", daemon=True).start()
+        except RuntimeError:  # the system gives no more
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            # The pages are found here, and not by CUDA, which keeps other threads from launching kernels
+            # for as long as it takes.
+            torch.frombuffer(self._memory, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+            self._use_device()
+            size = len(self._memory)
+            torch.cuda.check_error(self._runtime.cudaHostRegister(self._address, size, 0))
+        except BaseException as error:
+            self.future.set_exception(error.with_traceback(None))  # whose frames hold the memory
+        else:
+            self.future.set_result(None)
+
+    def undo(self) -> None:
+        """Before the pages are unmapped, or what is mapped there next could not be locked."""
+        if self.future.exception() is None:
+            self._use_device()
+            self._runtime.cudaHostUnregister(self._address)
+
+    def _use_device(self) -> None:
+        """Or a thread's first call of CUDA would make a context on GPU 0, whoever's that is."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
 
 
 @dataclass(eq=False)
@@ -192,6 +235,12 @@ class StagedBatch:
             for key, dtype, width, size, base in self._columns
         }
 
+    def places(self, sequence: int) -> list[tuple[int, int]]:
+        """Where one sequence's rows of every plane lie in the buffer: offset and bytes."""
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        tokens = end - begin
+        return [(base + begin * size, tokens * size) for _, _, _, size, base in self._columns]
+
     def first_bad_token(self, sequence: int) -> tuple[Plane, int] | None:
         """The first token with a value that is not finite, and the plane it is in, if any."""
         if self._all_finite:
@@ -219,7 +268,9 @@ class Stager:
         return tokens * sum(plane.row_bytes for plane in self._planes)
 
     def stage(self, captured: CapturedBatch, buffer: torch.Tensor) -> StagedBatch:
-        """Start the copy into a buffer of nbytes(tokens) or more, and return at once (CUDA)."""
+        """Start the copy into a buffer of nbytes(tokens) or more, and return at once (CUDA), but for a
+        buffer's first time."""
+        self._ring.wait_until_locked(buffer)
         if self._stream is None:
             return self._copy(captured, buffer)
         self._stream.wait_stream(torch.cuda.current_stream())

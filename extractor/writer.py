@@ -1,43 +1,47 @@
-"""Writer threads: from batches in host memory to files, journal lines and rejects.
+"""From batches in host memory to files, journal lines and rejects.
 
-One thread takes batches in the order they were staged and waits for each to land; the others write
-its samples, each by itself or through a process of its own. The first error of any of them is kept,
-raised at the next submit and at the end, and stops the rest.
+One thread takes batches in the order they were staged and waits for each to land. Its samples are
+written by a crew of processes (crew.py) where there is one and the format lets it, by threads
+elsewhere. The first error of any of them is kept, raised at the next submit and at the end, and stops
+the rest.
 """
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from extractor.crew import Crew
 from extractor.errors import RunError, disk_error
 from extractor.files import Durability, Pending, Written, sync_path, write_files
 from extractor.journal import Journal
 from extractor.layout import Plane
 from extractor.layouts import Layout
-from extractor.layouts.base import Parts
+from extractor.layouts.framed import Framed
 from extractor.records import Reject, Sample
-from extractor.transfer import HostRing, StagedBatch
-from extractor.writer_process import WriterProcess
+from extractor.scribe import File
+from extractor.transfer import HostRing, SharedSlot, StagedBatch
+from extractor.writer_process import Order, Outcome
 
 logger = logging.getLogger(__name__)
 
 NON_FINITE = "non_finite"
 
-# What a thread writes before it asks for more: small samples together, with one request, one lock and
-# one write of the journal, and little enough that no thread is last for long.
+# What a thread or a process writes before it asks for more: small samples together, with one request,
+# one lock and one write of the journal, and little enough that none is last for long.
 TASK_BYTES, TASK_SAMPLES = 8 << 20, 16
 
 # Each thread that is not needed takes the interpreter from the one that launches kernels, so that there
-# are few until they fall behind; with processes less so.
+# are few until they fall behind; processes take memory and time to start.
 FIRST_THREADS, FIRST_PROCESSES = 4, 8
 
 
@@ -65,6 +69,17 @@ class Progress:
     wait_seconds: float = 0.0
 
 
+class Work(NamedTuple):
+    """Some samples of a batch, to write together."""
+
+    staged: StagedBatch
+    group: "Group"
+    sequences: range
+
+
+Chosen = tuple[int, Sample, str]  # number in the batch, sample, path of its file
+
+
 class Writer:
     """Writes staged batches to an output folder.
 
@@ -74,9 +89,9 @@ class Writer:
         ring: where the batches' buffers go back to.
         layout: where a sample's file lies and what is in it.
         threads: how many files are written at a time, at most; there are few until the disk is behind.
-        at_once: start all threads now.
-        processes: each thread has a process that writes for it, where the system gives one; the ring is
-            a shared one.
+        at_once: start all of them now.
+        processes: write by processes, as many, where the system gives some and the layout is a Framed
+            one; the ring is a shared one.
         durability: what is forced to disk before a sample counts as done. "none": nothing; a killed
             program loses nothing, a power cut may. "file": each file, its folder's entry and its
             journal line, one after the other. "group": a batch's files, then their folders, then
@@ -100,25 +115,23 @@ class Writer:
         self._top, self._journal, self._ring = f"{output}/", journal, ring
         self._layout, self._landing = layout, landing
         self._durability: Durability = durability
-        self._most_threads, self._processes = threads, processes
+        self._most_threads = threads
         self.progress = Progress()
         self.rejects: list[Reject] = []
         self._unwritten, self._busy, self._busy_since = 0, 0.0, 0.0
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._batches: queue.SimpleQueue[StagedBatch | None] = queue.SimpleQueue()
-        self._tasks: queue.SimpleQueue[Callable[[WriterProcess | None], None] | None]
-        self._tasks = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._ready = threading.Semaphore(0)
-        first = FIRST_PROCESSES if processes else FIRST_THREADS
-        for _ in range(threads if at_once else min(threads, first)):
-            self._start_thread(processes)
+        self._crew = self._start_crew(at_once) if processes else None
+        for _ in range(threads if at_once and not self._crew else min(threads, FIRST_THREADS)):
+            self._start_thread()
         self._arrivals = threading.Thread(target=self._receive, name="arrivals", daemon=True)
         self._arrivals.start()
 
     def check(self) -> None:
-        """Raises RunError with path and errno, once a thread has failed."""
+        """Raises RunError, with path and errno where there are some, once something has failed."""
         error = self._error
         if error is None:
             return
@@ -126,12 +139,12 @@ class Writer:
             raise disk_error(error) from error
         if isinstance(error, RunError):
             raise error
-        raise RunError(f"a writer thread failed: {error!r}") from error
+        raise RunError(f"the writer failed: {error!r}") from error
 
     def wait_until_ready(self) -> None:
-        """Until the threads started so far can write: for a benchmark's clock."""
-        for _ in self._threads:
-            self._ready.acquire()
+        """Until the processes started so far can write: for a benchmark's clock."""
+        if self._crew is not None:
+            self._crew.wait_until_ready(every_one=True)
 
     def submit(self, staged: StagedBatch) -> None:
         """Take over a batch and its buffer. Raises what check() raises."""
@@ -141,10 +154,12 @@ class Writer:
     def close(self) -> None:
         """Wait until all is written, then raise what check() raises."""
         self._batches.put(None)
-        while self._arrivals.is_alive():  # no model to take the interpreter from any more
-            self._help(by_process=False)
+        while self._arrivals.is_alive():
+            self._help()
             self._arrivals.join(timeout=0.01)
-        while self._help(by_process=False):
+        if self._crew is not None:
+            self._crew.close()
+        while self._help():  # no model to take the interpreter from any more
             pass
         for _ in self._threads:
             self._tasks.put(None)
@@ -167,38 +182,42 @@ class Writer:
             self._unwritten += change
             self._busy_since = now
 
-    def _help(self, by_process: bool) -> bool:
+    def _start_crew(self, at_once: bool) -> Crew | None:
+        """None for a layout that needs threads, and where the system gives no crew."""
+        if not isinstance(self._layout, Framed):
+            return None
+        most = self._most_threads
+        first = most if at_once else min(most, FIRST_PROCESSES)
+        try:
+            return Crew(first, most, self._goes_on, self._fail)
+        except (OSError, RuntimeError) as error:
+            logger.warning("no writer processes (%s): threads write instead", error)
+            return None
+
+    def _help(self) -> bool:
         """One thread more, if samples wait for one and there may be more; whether there is."""
         with self._lock:
             if self._tasks.empty() or len(self._threads) >= self._most_threads:
                 return False
             try:
-                self._start_thread(by_process)
+                self._start_thread()
             except RuntimeError:  # the system gives no more; those that are there go on
                 self._most_threads = len(self._threads)
                 return False
         return True
 
-    def _start_thread(self, by_process: bool) -> None:
+    def _start_thread(self) -> None:
         name = f"writer-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, args=(by_process,), name=name, daemon=True)
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def _work(self, by_process: bool) -> None:
-        process = None
-        try:
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
             try:
-                process = start_process() if by_process else None
-            finally:
-                self._ready.release()
-            while (task := self._tasks.get()) is not None:
-                task(process)
-        except BaseException as error:  # or nobody would hear that there is a thread fewer
-            self._fail(error)
-        finally:
-            if process is not None:
-                process.close()
+                task()
+            except BaseException as error:  # or nobody would hear that a batch was never ended
+                self._fail(error)
 
     def _receive(self) -> None:
         while (staged := self._batches.get()) is not None:
@@ -213,84 +232,109 @@ class Writer:
                 self._ring.release(staged.let_go())
 
     def _scatter(self, staged: StagedBatch) -> None:
-        self._help(self._processes)
+        self._help()
+        crew = self._crew
+        # What lies in no slot, a sample longer than a batch, is for a thread.
+        slot = self._ring.slot_of(staged.buffer) if crew is not None and crew.size else None
+        if crew is None or slot is None:
+            self._arrived(1)
+            for work in self._divided(staged, len(self._threads)):
+                self._tasks.put(partial(self._write, work))
+            return
+        if crew.is_behind:
+            crew.grow()
+        orders = [self._order(work, slot) for work in self._divided(staged, crew.size)]
+        self._arrived(1)
+        crew.put(orders)
+
+    def _divided(self, staged: StagedBatch, among: int) -> list[Work]:
         count = len(staged.batch.samples)
         group = Group(count)
-        self._arrived(1)
         bytes_each = self._layout.row_bytes * staged.batch.num_tokens // count
         most = min(TASK_BYTES // max(bytes_each, 1), TASK_SAMPLES)
         if self._durability == "file":  # no sample waits for another's disk
             most = 1
-        size = max(min(-(-count // len(self._threads)), most), 1)
-        for begin in range(0, count, size):
-            some = range(begin, min(begin + size, count))
-            self._tasks.put(partial(self._task, staged, group, some))
+        size = max(min(-(-count // max(among, 1)), most), 1)
+        return [
+            Work(staged, group, range(begin, min(begin + size, count)))
+            for begin in range(0, count, size)
+        ]
 
-    def _task(
-        self,
-        staged: StagedBatch,
-        group: "Group",
-        sequences: range,
-        process: WriterProcess | None,
-    ) -> None:
-        """Write some samples of a batch; whoever is the last of its batch ends it."""
-        pending: list[tuple[Sample, Pending]] = []
+    def _write(self, work: Work, chosen: list[Chosen] | None = None) -> None:
+        """By this thread."""
+        samples, outcome = [], Outcome([])
         try:
-            done, error = self._write(staged, sequences, process)
-            if self._durability == "group":
-                pending = done
-            if error is not None:
-                raise error
+            if chosen is None:
+                chosen = list(self._chosen(work))
+            samples = [sample for _, sample, _ in chosen]
+            outcome = self._written(work.staged, chosen)
         except BaseException as error:
             self._fail(error)
-        if group.add(len(sequences), pending):
-            self._ring.release(staged.let_go())
-            self._arrived(-1)
-            self._finish(group)
+        self._settle(work, samples, outcome)
 
-    def _write(
-        self, staged: StagedBatch, sequences: range, process: WriterProcess | None
-    ) -> tuple[list[tuple[Sample, Pending]], OSError | None]:
-        """Those written, which have their lines but in mode "group", and the error of the next one."""
+    def _written(self, staged: StagedBatch, chosen: list[Chosen]) -> Outcome:
         begun = time.perf_counter()
-        samples, files = self._files(staged, sequences)
-        written, error = self._put(staged, files, process)
-        done = list(zip(samples, written, strict=False))
-        if self._durability != "group":
-            lines = [(sample, file.written) for sample, file in done]
-            self._journal.finished_together(lines)
-            self._count(lines, time.perf_counter() - begun)
-        return done, error
+        files = [
+            (path, self._layout.parts(sample, staged.blobs(sequence)))
+            for sequence, sample, path in chosen
+        ]
+        done, error = write_files(files, self._durability, self._goes_on)
+        return Outcome(done, error, time.perf_counter() - begun)
 
-    def _files(
-        self, staged: StagedBatch, sequences: range
-    ) -> tuple[list[Sample], list[tuple[str, Parts]]]:
-        """The samples that are to have a file, and each one's path and content."""
-        samples: list[Sample] = []
-        files: list[tuple[str, Parts]] = []
-        for sequence in sequences:
+    def _order(self, work: Work, slot: SharedSlot) -> Order:
+        """For a process."""
+        assert isinstance(self._layout, Framed)
+        chosen = list(self._chosen(work))
+        files: list[File] = []
+        for sequence, sample, path in chosen:
+            before, after = self._layout.frame(sample)
+            files.append((os.fsencode(path), before, work.staged.places(sequence), after))
+        # What waits for the disk is for a thread, for the crew must not.
+        settle = self._settle if self._durability == "none" else self._settle_later
+        return Order(
+            slot,
+            self._ring.oldest_slot,
+            files,
+            self._durability,
+            settle=partial(settle, work, [sample for _, sample, _ in chosen]),
+            decline=partial(self._tasks.put, partial(self._write, work, chosen)),
+        )
+
+    def _settle_later(self, work: Work, samples: list[Sample], outcome: Outcome) -> None:
+        self._tasks.put(partial(self._settle, work, samples, outcome))
+
+    def _chosen(self, work: Work) -> Iterator[Chosen]:
+        """The samples that are to have a file; the others are rejected."""
+        for sequence in work.sequences:
             if self._error is not None:
                 break
-            bad = staged.first_bad_token(sequence)
+            bad = work.staged.first_bad_token(sequence)
             if bad is not None:
-                self._reject(staged, sequence, *bad)
+                self._reject(work.staged, sequence, *bad)
                 continue
-            sample = staged.batch.samples[sequence]
-            path = self._top + self._layout.path(sample.row, sample.turn)
-            samples.append(sample)
-            files.append((path, self._layout.parts(sample, staged.blobs(sequence))))
-        return samples, files
+            sample = work.staged.batch.samples[sequence]
+            yield sequence, sample, self._top + self._layout.path(sample.row, sample.turn)
 
-    def _put(
-        self, staged: StagedBatch, files: list[tuple[str, Parts]], process: WriterProcess | None
-    ) -> tuple[list[Pending], OSError | None]:
-        """write_files, by the process where there is one and the files are of a slot that it can map."""
-        slot = self._ring.slot_of(staged.buffer)
-        if files and process is not None and slot is not None:
-            there = process.write(slot, self._ring.oldest_slot, files, self._durability)
-            if there is not None:
-                return there
-        return write_files(files, self._durability, lambda: self._error is None)
+    def _settle(self, work: Work, samples: list[Sample], outcome: Outcome) -> None:
+        """Lines of what is written, but in mode "group"; whoever is the last of a batch ends it."""
+        written = list(zip(samples, outcome.done, strict=False))
+        try:
+            if self._durability != "group":
+                lines = [(sample, file.written) for sample, file in written]
+                self._journal.finished_together(lines)
+                self._count(lines, outcome.seconds)
+                written = []
+            if outcome.error is not None:
+                raise outcome.error
+        except BaseException as error:
+            self._fail(error)
+        if work.group.add(len(work.sequences), written):
+            self._ring.release(work.staged.let_go())
+            self._arrived(-1)
+            self._finish(work.group)
+
+    def _goes_on(self) -> bool:
+        return self._error is None
 
     def _finish(self, group: "Group") -> None:
         """What a batch written in group mode still needs, or on an error all that is left of it."""
@@ -335,20 +379,6 @@ class Writer:
         with self._lock:
             self.rejects.append(reject)
             self.progress.rejected += 1
-
-
-def start_process() -> WriterProcess | None:
-    """One that is ready, or None where the system gives none: then a thread writes by itself."""
-    try:
-        process = WriterProcess()
-    except Exception as error:
-        logger.warning("no writer process (%s): a thread writes instead", error)
-        return None
-    if process.is_ready():
-        return process
-    process.close()
-    logger.warning("a writer process did not start: a thread writes instead")
-    return None
 
 
 class Group:

@@ -1,36 +1,67 @@
-"""A process that writes files for a thread of this one, out of memory that both map.
+"""A process that writes files for this one, out of memory that both map.
 
 A file costs a thread about a dozen system calls and hashes, and after each it waits for the interpreter
 that the other threads hold, above all the one that launches kernels. A process has an interpreter of its
-own; what crosses over is a path, a header and where the states lie.
+own; what crosses over is a path, what comes before and after the states, and where they lie.
 
 It ends when its connection does, and is killed when its parent is: by then another run may be writing
 the same folder. Signals that ask the parent to drain it ignores.
 """
 
-import ctypes
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from typing import NamedTuple
 
 import msgspec
 
 from extractor.errors import RunError
 from extractor.files import Durability, Pending, Written
-from extractor.scribe import LOOK_SECONDS, READY, Answer, File, Piece, Request
+from extractor.scribe import DESCRIPTOR, READY, Answer, File, Request
 from extractor.transfer import SharedSlot
 
-START_SECONDS, END_SECONDS = 60.0, 10.0
-# Of what does not lie in a slot, such as ids; more than that is not worth sending.
-MOST_INLINE = 1 << 20
+END_SECONDS = 10.0
+
+
+class Outcome(NamedTuple):
+    """What came of an order: as far as it got, the error of the next file, and how long it took."""
+
+    done: list[Pending]
+    error: Exception | None = None
+    seconds: float = 0.0
+
+
+class Order(NamedTuple):
+    """Files of one slot to write.
+
+    Attributes:
+        oldest: the least number of a slot that there is.
+        settle: told what came of them.
+        decline: called instead where there is no process at all; somebody else writes them then.
+    """
+
+    slot: SharedSlot
+    oldest: int
+    files: list[File]
+    durability: Durability
+    settle: Callable[[Outcome], None]
+    decline: Callable[[], None]
+
+    @property
+    def inline(self) -> int:
+        """Bytes that it sends along, about."""
+        return sum(len(before) + len(after) for _, before, _, after in self.files)
 
 
 class WriterProcess:
-    """A process that writes for one thread. Raises OSError when the system starts no more."""
+    """A process and what it was told to write, first come first served.
+
+    Raises OSError when the system starts no more."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -42,68 +73,82 @@ class WriterProcess:
                 start_new_session=True,  # signals to the group are not for it
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, sys.path)))},
             )
+            self._socket = ours.dup()  # for descriptors
             self._connection = Connection(ours.detach())
+        self.orders: deque[Order] = deque()
+        self.ready, self.began = False, time.monotonic()
         self._known: set[int] = set()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Answer).decode
 
-    def is_ready(self) -> bool:
-        """Wait until it can write; False when it ended instead, or did not come up in time."""
-        try:
-            return self._connection.poll(START_SECONDS) and self._connection.recv_bytes() == READY
-        except (EOFError, OSError):
-            return False
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
-    def write(
-        self,
-        slot: SharedSlot,
-        oldest: int,
-        files: Sequence[tuple[str, Sequence[bytes | memoryview]]],
-        durability: Durability,
-    ) -> tuple[list[Pending], OSError | None] | None:
-        """As write_files, there; None, and nothing is written, when the files are not of this slot.
+    def fileno(self) -> int:
+        """Readable when it has answered, or ended."""
+        return self._connection.fileno()
 
-        Raises RunError when the process has died."""
-        located = _locate(slot, files)
-        if located is None:
-            return None
+    def send(self, order: Order) -> None:
+        """Raises ConnectionError when the process has ended, OSError when no descriptor can be sent; it
+        is of no use then."""
+        slot, oldest = order.slot, order.oldest
         fresh = slot.number not in self._known
-        request = Request(slot.number, slot.nbytes, fresh, oldest, durability, located)
-        try:
-            self._connection.send_bytes(self._encode(request))
-            if fresh:
-                send_handle(self._connection, slot.descriptor, self._process.pid)
-                self._known = {number for number in self._known if number >= oldest} | {slot.number}
-            answer = self._decode(self._answer())
-        except (EOFError, ConnectionError) as error:
-            raise RunError(
-                f"a writer process ended{_how(self._process)}: what the journal names is kept; start "
-                "the same command again"
-            ) from error
-        except OSError as error:  # no descriptor left to send one with
-            error.filename = error.filename or files[0][0]
-            raise
-        done = [
-            Pending(os.fsdecode(temporary), path, Written(size, xxh3))
-            for (path, _), (temporary, size, xxh3) in zip(files, answer.done, strict=False)
-        ]
-        if answer.error is None:
-            return done, None
-        number, text, path = answer.error
-        return done, OSError(number, text, os.fsdecode(path))
+        request = Request(slot.number, slot.nbytes, fresh, oldest, order.durability, order.files)
+        self._connection.send_bytes(self._encode(request))
+        if fresh:
+            socket.send_fds(self._socket, [DESCRIPTOR], [slot.descriptor])
+            self._known = {number for number in self._known if number >= oldest} | {slot.number}
+        self.orders.append(order)
 
-    def _answer(self) -> bytes:
-        while not self._connection.poll(LOOK_SECONDS):
-            # Not by the connection's end alone: another child of ours may hold the other end open.
-            if self._process.poll() is not None and not self._connection.poll(0):
+    def receive(self) -> Outcome | None:
+        """The next answer, of the oldest order, which is settled with it by the caller; None when
+        the process says that it is ready. Raises EOFError or OSError when it has ended."""
+        message = self._connection.recv_bytes()
+        if not self.ready:
+            if message != READY:
                 raise EOFError
-        return self._connection.recv_bytes()
+            self.ready = True
+            return None
+        answer = self._decode(message)
+        done = [
+            Pending(os.fsdecode(temporary), os.fsdecode(path), Written(size, xxh3))
+            for (path, *_), (temporary, size, xxh3) in zip(
+                self.orders[0].files, answer.done, strict=False
+            )
+        ]
+        error = None
+        if answer.error is not None:
+            number, text, path = answer.error
+            error = OSError(number, text, os.fsdecode(path))
+        return Outcome(done, error, answer.seconds)
 
-    def close(self) -> None:
-        """End it; nothing may be asked of it at the time."""
-        self._connection.close()
+    def has_ended(self) -> bool:
+        """Its connection may not tell: another child of this process may hold its end open."""
+        return self._process.poll() is not None and not self._connection.poll(0)
+
+    def how_it_ended(self) -> RunError:
         try:
-            self._process.wait(END_SECONDS)
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            code = 0
+        how = f" with exit code {code}" if code > 0 else ""
+        if code < 0:
+            how = f" by signal {-code}" + (", as out of memory does it" if code == -9 else "")
+        return RunError(
+            f"a writer process ended{how}: what the journal names is kept; start the same command "
+            "again"
+        )
+
+    def hang_up(self) -> None:
+        """Have it end; nothing may be asked of it at the time."""
+        self._connection.close()
+        self._socket.close()
+
+    def join(self, seconds: float = END_SECONDS) -> None:
+        """Wait until it has ended, and end it after that time."""
+        try:
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -113,43 +158,3 @@ def command(descriptor: int, parent: int) -> list[str]:
     """Its command line. -P: a folder that happens to be the current one is not a place for modules."""
     program = "import sys; from extractor.scribe import main; main(*map(int, sys.argv[1:]))"
     return [sys.executable, "-P", "-c", program, str(descriptor), str(parent)]
-
-
-def _locate(
-    slot: SharedSlot, files: Sequence[tuple[str, Sequence[bytes | memoryview]]]
-) -> list[File] | None:
-    """The same files with the pieces that lie in the slot as places; None when too much does not."""
-    inline = 0
-    located: list[File] = []
-    for path, parts in files:
-        pieces: list[Piece] = []
-        for part in parts:
-            at = _place(part, slot)
-            if at is not None:
-                pieces.append((at, len(part)))
-                continue
-            inline += len(part)
-            if inline > MOST_INLINE:
-                return None
-            pieces.append(bytes(part))
-        located.append((os.fsencode(path), pieces))
-    return located
-
-
-def _place(part: bytes | memoryview, slot: SharedSlot) -> int | None:
-    """Where in the slot it lies, if it does."""
-    if isinstance(part, bytes) or part.readonly or not part:
-        return None
-    # Of the ways to ask for an address the one that takes the least of the interpreter's time.
-    at = ctypes.addressof(ctypes.c_char.from_buffer(part)) - slot.address
-    return at if at >= 0 and at + len(part) <= slot.nbytes else None
-
-
-def _how(process: subprocess.Popen[bytes]) -> str:
-    try:
-        code = process.wait(1)
-    except subprocess.TimeoutExpired:
-        return ""
-    if code < 0:
-        return f" by signal {-code}" + (", as out of memory does it" if code == -9 else "")
-    return f" with exit code {code}"

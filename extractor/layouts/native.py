@@ -1,6 +1,5 @@
 """Our own layout: safetensors, one tensor a state, so that a reader maps only what it needs."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,21 +7,23 @@ from pathlib import Path
 import torch
 
 from extractor.layout import Plane, native_planes
-from extractor.layouts.base import Layout, Loaded, Parts
+from extractor.layouts.base import Loaded
+from extractor.layouts.framed import Framed
 from extractor.reader import map_sample, state_of
 from extractor.records import Sample
 from extractor.states import States
-from extractor.store import SUFFIX, Blob, native_metadata, safetensors_header
+from extractor.store import SUFFIX, native_metadata
 from extractor.topk import IDS, LOGPROBS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Native(Layout):
+class Native(Framed):
     """`input_ids` i64 [T], `hidden_states.{name}` [T, H] each, `loss_mask` u8 [T]; with float8
     `hidden_states.{name}.scale` f32 [T] after each state; with topk, `topk_logprobs` f32 [T, K] and
     `topk_ids` i32 [T, K]."""
 
     name = "native"
+    ids = "input_ids"
     suffix = SUFFIX
     float8 = True
     holds_topk = True
@@ -36,15 +37,8 @@ class Native(Layout):
     def planes(self) -> tuple[Plane, ...]:
         return native_planes(self.stored, self.hidden, self.dtype, self.topk)
 
-    def parts(self, sample: Sample, tensors: Mapping[str, Blob]) -> Parts:
-        everything = {
-            "input_ids": Blob.of(sample.input_ids),
-            **tensors,
-            "loss_mask": Blob.of(sample.loss_mask),  # bytes last: the rest stays aligned
-        }
-        metadata = native_metadata(sample, self.model, ",".join(self.stored))
-        header = safetensors_header(everything, metadata)
-        return [header, *(blob.data for blob in everything.values())]
+    def metadata(self, sample: Sample) -> dict[str, str]:
+        return native_metadata(sample, self.model, ",".join(self.stored))
 
     def load(self, path: Path, size: int | None = None) -> Loaded:
         file = map_sample(path, size)

@@ -9,7 +9,7 @@ FP8Transfer reads; its plain FileTransfer does not.
 
 import io
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,22 +24,23 @@ from extractor.data.vocab import TokenCounts, draft_vocabulary
 from extractor.errors import UsageError
 from extractor.layout import FP8, Plane
 from extractor.layouts import torchzip
-from extractor.layouts.base import Layout, Loaded, Parts, split
+from extractor.layouts.base import Loaded, Parts, split
+from extractor.layouts.framed import Framed
 from extractor.reader import map_sample, unscale
 from extractor.records import Sample
 from extractor.states import FINAL, States
-from extractor.store import Blob, safetensors_header
 
 KEY, SCALES = "hidden_states", "hidden_states_scales"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculators(Layout):
+class Speculators(Framed):
     """`token_ids` i64 [S], `hidden_states` [S, K+1, H]; with float8 `hidden_states_scales` f32
     [S, 1, 1]. The mask is in the dataset, and here too, as `loss_mask` u8 [S], which its reader
     passes over: a file then says all that our own would."""
 
     name = "speculators"
+    ids = "token_ids"
     suffix = ".safetensors"
     float8 = True
     reader = "speculators' ArrowDataset"
@@ -62,16 +63,11 @@ class Speculators(Layout):
         assert self.numbering is not None
         return f"hidden_states/hs_{self.numbering.index(row, turn)}{self.suffix}"
 
-    def parts(self, sample: Sample, tensors: Mapping[str, Blob]) -> Parts:
-        tokens = len(sample)
-        shapes = {KEY: (tokens, len(self.stored), self.hidden), SCALES: (tokens, 1, 1)}
-        everything = {
-            "token_ids": Blob.of(sample.input_ids),
-            **{k: Blob(blob.dtype, shapes[k], blob.data) for k, blob in tensors.items()},
-            "loss_mask": Blob.of(sample.loss_mask),
-        }
-        header = safetensors_header(everything, {"id": sample.id, "model": self.model})
-        return [header, *(blob.data for blob in everything.values())]
+    def shape(self, plane: Plane, tokens: int) -> tuple[int, ...]:
+        return (tokens, len(self.stored), self.hidden) if plane.width else (tokens, 1, 1)
+
+    def metadata(self, sample: Sample) -> dict[str, str]:
+        return {"id": sample.id, "model": self.model}
 
     def load(self, path: Path, size: int | None = None) -> Loaded:
         tensors = map_sample(path, size).tensors

@@ -13,6 +13,7 @@ from extractor.journal import JOURNAL, RUN, Journal, write_run
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.records import Batch, CapturedBatch, Sample
 from extractor.states import States
+from extractor.topk import IDS, LOGPROBS
 from extractor.transfer import HostRing, Stager
 from extractor.writer import Writer
 
@@ -60,6 +61,14 @@ def make_states(
         state[-1] = 0
         states[name] = state.to(dtype)
     return states
+
+
+def make_topk(tokens: int, k: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return {
+        LOGPROBS: -torch.rand(tokens, k, generator=generator),
+        IDS: torch.randint(0, 1000, (tokens, k), generator=generator, dtype=torch.int32),
+    }
 
 
 def make_layout(
@@ -118,6 +127,8 @@ def write_folder(
         joined = {
             name: torch.cat([states[name] for states in per_sample]) for name in layout.captured
         }
+        if layout.topk:
+            joined |= make_topk(part.num_tokens, layout.topk)
         buffer = ring.acquire(stager.nbytes(part.num_tokens), writer.check)
         writer.submit(stager.stage(CapturedBatch(part, joined), buffer))
     writer.close()

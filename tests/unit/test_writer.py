@@ -1,10 +1,12 @@
-"""The writer's threads and the order of what it forces to disk."""
+"""The writer's threads and processes, and the order of what it forces to disk."""
 
+import ctypes
 import errno
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,17 @@ import pytest
 import torch
 
 from benchmarks.durability import BATCH, write
-from extractor import files, pages, scribe, writer, writer_process
+from extractor import crew, files, pages, scribe, writer, writer_process
 from extractor.errors import RunError
 from extractor.files import write_files
 from extractor.journal import JOURNAL, Journal, read_entries
-from extractor.layouts import LAYOUTS
+from extractor.layout import FP8
+from extractor.layouts.framed import Framed
 from extractor.records import Batch
 from extractor.transfer import HostRing, StagedBatch
 from tests.support.written import make_layout, make_samples, write_folder
+
+PIDFD_GETFD = 438  # on every architecture of Linux
 
 
 def test_a_system_without_more_threads_only_has_fewer(
@@ -27,12 +32,12 @@ def test_a_system_without_more_threads_only_has_fewer(
 ) -> None:
     start, refused = writer.Writer._start_thread, 0
 
-    def few(self: writer.Writer, by_process: bool) -> None:
+    def few(self: writer.Writer) -> None:
         nonlocal refused
         if len(self._threads) >= writer.FIRST_THREADS:
             refused += 1
             raise RuntimeError("can't start new thread")
-        start(self, by_process)
+        start(self)
 
     def slow(*args: Any, **more: Any) -> Any:
         time.sleep(0.005)
@@ -68,16 +73,38 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("mode", ["none", "file", "group"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("native", {}),
+        ("native", {"topk": 3}),
+        ("native", {"dtype": FP8, "topk": 2}),
+        ("speculators", {}),
+        ("speculators", {"dtype": FP8}),
+        ("specforge", {}),
+    ],
+)
 def test_processes_write_what_threads_write(
-    tmp_path: Path, name: str, mode: files.Durability
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    more: dict[str, Any],
+    mode: files.Durability,
 ) -> None:
     samples = make_samples()
-    layout = make_layout(name, samples=samples)
+    layout = make_layout(name, samples=samples, **more)
     write_folder(tmp_path / "threads", layout, samples, durability=mode)
+    sent, real = [], writer_process.WriterProcess.send
+
+    def send(self: writer_process.WriterProcess, order: writer_process.Order) -> None:
+        sent.extend(order.files)
+        real(self, order)
+
+    monkeypatch.setattr(writer_process.WriterProcess, "send", send)
     write_folder(tmp_path / "processes", layout, samples, durability=mode, processes=True)
     here, there = files_of(tmp_path / "threads"), files_of(tmp_path / "processes")
     assert len(here) >= len(samples) and here == there
+    assert len(sent) == (len(samples) if isinstance(layout, Framed) else 0)
     lines = [
         {(entry.row, entry.turn): entry for entry in read_entries(tmp_path / folder)}
         for folder in ("threads", "processes")
@@ -104,15 +131,16 @@ def test_a_process_that_dies_ends_the_run_with_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    real = writer_process.WriterProcess.is_ready
+    real = writer_process.WriterProcess.receive
 
-    def then_killed(self: writer_process.WriterProcess) -> bool:
-        good = real(self)
-        started.append(self._process.pid)
-        os.kill(self._process.pid, signal.SIGKILL)
-        return good
+    def then_killed(self: writer_process.WriterProcess) -> writer_process.Outcome | None:
+        outcome = real(self)
+        if outcome is None:
+            started.append(self.pid)
+            os.kill(self.pid, signal.SIGKILL)
+        return outcome
 
-    monkeypatch.setattr(writer_process.WriterProcess, "is_ready", then_killed)
+    monkeypatch.setattr(writer_process.WriterProcess, "receive", then_killed)
     with pytest.raises(RunError, match="a writer process ended by signal 9"):
         write(tmp_path, "none", 2, 4, 2, processes=True)
     assert started and not any(Path(f"/proc/{pid}").exists() for pid in started)
@@ -135,21 +163,36 @@ def test_a_disk_error_of_a_process_names_the_file(tmp_path: Path) -> None:
         write(tmp_path, "none", 1, 4, 2, processes=True)
 
 
-def test_what_is_in_no_slot_is_written_by_the_thread(tmp_path: Path) -> None:
+def test_what_is_in_no_slot_is_written_by_a_thread(tmp_path: Path) -> None:
+    samples = make_samples((7, 1, 300, 12, 5))
+    layout = make_layout("native", samples=samples)
+    ring = HostRing(layout.row_bytes * 40, 2, pinned=False, shared=True)
+    lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
+    team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=2, processes=True)
+    team.wait_until_ready()
+    slots: list[bool] = []
+    for number, sample in enumerate(samples):
+        part = Batch.of(number, (sample,))
+        buffer = ring.acquire(layout.row_bytes * len(sample), team.check)
+        buffer.fill_(number)
+        slots.append(ring.slot_of(buffer) is not None)
+        finite = torch.ones(len(layout.planes), len(sample), dtype=torch.bool)
+        team.submit(StagedBatch(part, layout.planes, buffer, finite))
+        del buffer
+    team.close()
+    lines.close()
+    assert slots == [True, True, False, True, True]
+    for number, sample in enumerate(samples):
+        file = tmp_path / layout.path(sample.row, sample.turn)
+        loaded = layout.load(file)
+        assert torch.equal(loaded.input_ids, sample.input_ids)
+        assert all((s.view(torch.uint8) == number).all() for s in loaded.states.values())
+
+
+def ready_process() -> writer_process.WriterProcess:
     process = writer_process.WriterProcess()
-    assert process.is_ready()
-    ring = HostRing(1 << 16, 1, pinned=False, shared=True)
-    buffer = ring.acquire(1 << 16, lambda: None)
-    slot = ring.slot_of(buffer)
-    assert slot is not None
-    inside, outside = buffer.numpy().data[5:9], bytes(writer_process.MOST_INLINE)
-    path = str(tmp_path / "file")
-    assert process.write(slot, 0, [(path, [outside, b"x"])], "none") is None
-    assert not Path(path).exists()
-    inside[:] = b"in##"
-    done, error = process.write(slot, 0, [(path, [b"top:", inside, b":end"])], "none") or ([], None)
-    assert error is None and len(done) == 1 and Path(path).read_bytes() == b"top:in##:end"
-    process.close()
+    assert process.receive() is None and process.ready
+    return process
 
 
 def mapped_slots() -> int:
@@ -182,13 +225,13 @@ def test_a_writer_holds_no_slots_that_the_ring_gave_up(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_every_process_does_not_end_it() -> None:
-    process = writer_process.WriterProcess()
-    assert process.is_ready()
+    process = ready_process()
     for number in scribe.IGNORED:
-        os.kill(process._process.pid, number)
+        os.kill(process.pid, number)
     time.sleep(0.2)
-    assert process._process.poll() is None
-    process.close()
+    assert not process.has_ended()
+    process.hang_up()
+    process.join()
     assert process._process.returncode == 0
 
 
@@ -198,15 +241,154 @@ def test_a_python_without_shared_memory_writes_by_threads(monkeypatch: pytest.Mo
     assert not pages.can_share()
 
 
-def test_a_thread_that_cannot_begin_ends_the_run(
+def test_a_crew_that_cannot_begin_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(writer, "start_process", broken)
+    monkeypatch.setattr(crew, "WriterProcess", broken)
     with pytest.raises(RunError, match="a bug"):
         write(tmp_path, "none", 6, 4, 2, processes=True)
+
+
+def slow_to_start(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    real = writer_process.command
+
+    def command(descriptor: int, parent: int) -> list[str]:
+        first, *rest = real(descriptor, parent)
+        return ["/bin/sh", "-c", f'sleep {seconds}; exec "$@"', "sh", first, *rest]
+
+    monkeypatch.setattr(writer_process, "command", command)
+
+
+def test_batches_land_while_the_first_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the device would hold what was captured until then."""
+    slow_to_start(monkeypatch, 2.0)
+    samples = make_samples()
+    layout = make_layout("native", samples=samples)
+    ring = HostRing(1 << 20, len(samples), pinned=False, shared=True)
+    lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
+    team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=2, processes=True)
+    staged: list[StagedBatch] = []
+    for number, sample in enumerate(samples):
+        buffer = ring.acquire(layout.row_bytes * len(sample), team.check)
+        finite = torch.ones(len(layout.planes), len(sample), dtype=torch.bool)
+        of_device = torch.zeros(4)
+        part = Batch.of(number, (sample,))
+        staged.append(StagedBatch(part, layout.planes, buffer, finite, None, [of_device]))
+        team.submit(staged[-1])
+    time.sleep(0.5)
+    assert not files_of(tmp_path) and not any(batch._sources for batch in staged)
+    team.close()
+    lines.close()
+    assert len(files_of(tmp_path)) == len(samples)
+
+
+def orders_of(
+    folder: Path, ring: HostRing, count: int, inline: int, settled: list[writer_process.Outcome]
+) -> list[writer_process.Order]:
+    buffer = ring.acquire(ring.slot_bytes, lambda: None)
+    slot = ring.slot_of(buffer)
+    assert slot is not None
+    ring.release(buffer)  # there for as long as the ring is
+    return [
+        writer_process.Order(
+            slot,
+            0,
+            [(os.fsencode(folder / str(number)), bytes(inline), [(0, 4)], b"")],
+            "none",
+            settled.append,
+            lambda: None,
+        )
+        for number in range(count)
+    ]
+
+
+def test_a_process_that_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
+    """In a file, say; what it is sent meanwhile may be longer than a socket holds."""
+    errors: list[BaseException] = []
+    settled: list[writer_process.Outcome] = []
+    team = crew.Crew(3, 3, lambda: not errors, errors.append)
+    assert team.wait_until_ready(every_one=True)
+    stopped = team._processes[0].pid
+    os.kill(stopped, signal.SIGSTOP)
+    small, large = (HostRing(1 << 16, 1, pinned=False, shared=True) for _ in range(2))
+    for folder in (tmp_path / "small", tmp_path / "large"):
+        folder.mkdir()
+    try:
+        team.put(orders_of(tmp_path / "small", small, 3, 100, settled))  # one each
+        wait_for(lambda: len(settled) == 2)
+        team.put(orders_of(tmp_path / "large", large, 20, 300_000, settled))
+        wait_for(lambda: len(settled) == 22)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    team.close()
+    assert len(settled) == 23 and not errors and len(list(tmp_path.glob("*/*"))) == 23
+
+
+def wait_for(reached: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_an_end_that_the_socket_does_not_tell_is_noticed(tmp_path: Path) -> None:
+    """Another child may hold the other side open; and the crew is never idle meanwhile."""
+    errors: list[BaseException] = []
+    settled: list[writer_process.Outcome] = []
+    team = crew.Crew(2, 2, lambda: not errors, errors.append)
+    assert team.wait_until_ready(every_one=True)
+    victim = team._processes[0]
+    held = Path(f"/proc/{victim.pid}/fd")
+    numbers = [int(fd.name) for fd in held.iterdir() if str(fd.readlink()).startswith("socket:")]
+    opened = os.pidfd_open(victim.pid)
+    other = _take_descriptor(opened, numbers[0])
+    try:
+        os.kill(victim.pid, signal.SIGKILL)
+        ring = HostRing(1 << 16, 1, pinned=False, shared=True)
+        end = time.monotonic() + 15
+        for order in orders_of(tmp_path, ring, 1000, 10, settled):
+            if errors or time.monotonic() > end:
+                break
+            team.put([order])
+            time.sleep(0.1)
+        assert errors and "signal 9" in str(errors[0])
+    finally:
+        os.close(other)
+        os.close(opened)
+    team.close()
+
+
+def _take_descriptor(process: int, number: int) -> int:
+    """A copy of another process's descriptor, as a child forked at the wrong moment would have."""
+    found = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, number, 0)
+    if found < 0:
+        pytest.skip(os.strerror(ctypes.get_errno()))
+    return found
+
+
+def test_a_descriptor_that_does_not_arrive_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(writer_process.socket, "send_fds", refuse)
+    with pytest.raises(RunError, match="errno 24"):
+        write(tmp_path, "group", 6, 4, 2, processes=True)
+
+
+def test_a_thread_with_a_bug_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> bool:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(writer.Group, "add", broken)
+    with pytest.raises(RunError, match="a bug"):
+        write(tmp_path, "none", 6, 4, 2)
 
 
 def test_slots_given_back_take_no_memory(tmp_path: Path) -> None:
@@ -217,18 +399,21 @@ def test_slots_given_back_take_no_memory(tmp_path: Path) -> None:
         return int(fields["Shmem"].split()[0]) << 10
 
     size = 256 << 20
-    process = writer_process.WriterProcess()
-    assert process.is_ready()
+    process = ready_process()
     ring = HostRing(size, 2, pinned=False, shared=True)
     buffer = ring.acquire(size, lambda: None)
     buffer.fill_(1)
     slot = ring.slot_of(buffer)
     assert slot is not None
-    part = buffer.numpy().data[-4:]
-    process.write(slot, ring.oldest_slot, [(str(tmp_path / "file"), [part])], "none")
+    files = [(os.fsencode(tmp_path / "file"), b"top:", [(size - 4, 4)], b":end")]
+    process.send(writer_process.Order(slot, 0, files, "none", lambda _: None, lambda: None))
+    outcome = process.receive()
+    assert outcome is not None and outcome.error is None and len(outcome.done) == 1
+    assert (tmp_path / "file").read_bytes() == b"top:\1\1\1\1:end"
     filled = shared()
     ring.release(buffer)
-    del buffer, part
+    del buffer
     assert ring.slot_of(ring.acquire(size + 1, lambda: None)) is None
     assert ring.shared_bytes == 0 and filled - shared() > size * 3 // 4
-    process.close()
+    process.hang_up()
+    process.join()

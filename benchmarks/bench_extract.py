@@ -36,10 +36,10 @@ from extractor.data.store import PreparedStore
 from extractor.dry_run import weight_bytes
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Engine
+from extractor.layout import DTYPES
 from extractor.layouts import LAYOUTS, Layout
 from extractor.memory import Ask, Budget
 from extractor.model import ModelSpec
-from extractor.pipeline import DTYPES
 from extractor.plan import Plan
 from extractor.pump import follow, write_batches
 from extractor.records import Batch, CapturedBatch

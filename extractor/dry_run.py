@@ -24,11 +24,12 @@ from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
 from extractor.data.vocab import FREQUENCIES, TokenCounts, draft_vocabulary, vocab_files
 from extractor.errors import UsageError
+from extractor.folder import check_output
 from extractor.journal import find_done
+from extractor.layout import DTYPES
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.memory import Ask, Needs, Room
 from extractor.model import ModelSpec
-from extractor.pipeline import DTYPES, check_output
 from extractor.plan import Plan
 from extractor.progress import ProgressLine, say
 from extractor.records import Sample

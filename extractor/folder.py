@@ -1,4 +1,5 @@
-"""An output folder as a whole: what its run.json and journals say, and its samples in any layout."""
+"""An output folder as a whole: whether it is ours, what its run.json and journals say, and its
+samples in any layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ import torch
 
 from extractor.data.store import PreparedStore
 from extractor.errors import UsageError
-from extractor.journal import RUN, Entry, read_entries, read_run
+from extractor.files import TEMPORARY
+from extractor.journal import REJECTS, RUN, Entry, read_entries, read_run
 from extractor.layouts import LAYOUTS, Layout, Numbering
+from extractor.lock import LOCK
 from extractor.records import Sample
+from extractor.store import PREPARED, VOCAB, refuse_links
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,30 @@ def layout_of(
         numbering=numbering,
         topk=topk,
     )
+
+
+def check_output(output: Path) -> dict[str, Any] | None:
+    """What an earlier run wrote about itself there, or None for a new or empty folder.
+
+    Raises UsageError for a folder that is somebody else's or holds links to other places."""
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"--output {output}: is a file; wanted a folder")
+    if not output.exists():
+        return None
+    refuse_links(output)
+    names = {entry.name for entry in output.iterdir()}
+    runs = sorted(name for name in names if name == RUN or name.startswith("run-"))
+    try:
+        for before in (read_run(output / name) for name in runs):
+            if before is not None and before["fingerprint"]:
+                return before
+    except ValueError as error:
+        raise UsageError(f"--output {output}: {error}") from error
+    strangers = names - {PREPARED, VOCAB, REJECTS, LOCK, *runs}
+    strangers = {name for name in strangers if not name.endswith(TEMPORARY)}
+    if strangers:
+        raise UsageError(
+            f"--output {output}: holds {sorted(strangers)[0]!r} and no run.json, so it is not a "
+            "folder of this program: choose a new one"
+        )
+    return None

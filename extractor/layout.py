@@ -7,6 +7,12 @@ import torch
 
 from extractor.topk import IDS, LOGPROBS
 
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 

@@ -27,7 +27,8 @@ from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Backend, EngineOptions
 from extractor.errors import RunError, UsageError, disk_error
-from extractor.files import TEMPORARY, sweep_temporaries, sweep_temporaries_of, write_whole
+from extractor.files import sweep_temporaries, sweep_temporaries_of, write_whole
+from extractor.folder import check_output
 from extractor.journal import (
     REJECTS,
     RUN,
@@ -37,8 +38,9 @@ from extractor.journal import (
     write_rejects,
     write_run,
 )
+from extractor.layout import DTYPES
 from extractor.layouts import LAYOUTS, Layout, Numbering
-from extractor.lock import ALL_ROWS, LOCK, FolderLock
+from extractor.lock import ALL_ROWS, FolderLock
 from extractor.memory import Ask, Budget
 from extractor.model import ModelSpec
 from extractor.plan import Plan
@@ -46,7 +48,7 @@ from extractor.progress import ProgressLine, say
 from extractor.pump import follow, write_batches
 from extractor.signals import Stopped, StopSignals
 from extractor.states import States
-from extractor.store import VOCAB, refuse_links
+from extractor.store import PREPARED, VOCAB
 from extractor.topk import check_topk
 from extractor.topology import Place, World, is_broken_connection, record_error
 from extractor.watch import Watch
@@ -54,15 +56,8 @@ from extractor.watch import Watch
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_REJECTS, EXIT_AGAIN = 0, 3, 75
-PREPARED = "prepared"
 JOIN, START = "join", "start"  # where a replica's ranks meet
 IMPORT, JOB = "import", "job"  # what rank 0 tells the others
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,33 +407,6 @@ def _layout(
         numbering=Numbering(store.rows, store.turns),
         topk=config.topk_logits,
     )
-
-
-def check_output(output: Path) -> dict[str, Any] | None:
-    """What an earlier run wrote about itself there, or None for a new or empty folder.
-
-    Raises UsageError for a folder that is somebody else's or holds links to other places."""
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"--output {output}: is a file; wanted a folder")
-    if not output.exists():
-        return None
-    refuse_links(output)
-    names = {entry.name for entry in output.iterdir()}
-    runs = sorted(name for name in names if name == RUN or name.startswith("run-"))
-    try:
-        for before in (read_run(output / name) for name in runs):
-            if before is not None and before["fingerprint"]:
-                return before
-    except ValueError as error:
-        raise UsageError(f"--output {output}: {error}") from error
-    strangers = names - {PREPARED, VOCAB, REJECTS, LOCK, *runs}
-    strangers = {name for name in strangers if not name.endswith(TEMPORARY)}
-    if strangers:
-        raise UsageError(
-            f"--output {output}: holds {sorted(strangers)[0]!r} and no run.json, so it is not a "
-            "folder of this program: choose a new one"
-        )
-    return None
 
 
 def _sweep(output: Path, layout: Layout, store: PreparedStore, left: np.ndarray) -> None:

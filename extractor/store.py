@@ -22,9 +22,10 @@ from extractor.files import write_whole
 from extractor.records import Sample
 
 SCHEMA = "1"
+PREPARED = "prepared"
 SAMPLES = "samples"
 VOCAB = "vocab"
-FOLDERS = ("prepared", "journal", SAMPLES, VOCAB, "hidden_states")  # the last: speculators
+FOLDERS = (PREPARED, "journal", SAMPLES, VOCAB, "hidden_states")  # the last: speculators
 SUFFIX = ".safetensors"
 ROWS_A_FOLDER = 1000
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from extractor import check
 from tests.integration.conftest import STATES, Bench
 from tests.slurm.cluster import NEEDED, Cluster
 from tests.support import folder
-from tests.support.faults import Fault, to_json
+from tests.support.faults import PROCESSES, Fault, to_json
 from tests.support.ledger import Injection, Ledger
 from tests.support.zygote import REPOSITORY
 
@@ -37,11 +37,12 @@ def cluster() -> Iterator[Cluster]:
         cluster.stop()
 
 
-def variables(seconds: float, ranks: int = 1) -> dict[str, str]:
+def variables(seconds: float, ranks: int = 1, by: Sequence[Fault] = ()) -> dict[str, str]:
     """A stand-in for extract whose passes take seconds, in the place that job.sh leaves for it.
 
     The first start of a job is slow and a restart is not; restart counts torchrun's, so all are."""
-    faults = to_json([Fault(kind="slow_pass", rank=None, seconds=seconds, restart=None)])
+    slow = Fault(kind="slow_pass", rank=None, seconds=seconds, restart=None)
+    faults = to_json([slow, *by])
     assert " " not in faults.replace(", ", ",").replace(": ", ":")
     text = faults.replace(", ", ",").replace(": ", ":")
     return {
@@ -130,18 +131,21 @@ def test_signalled_before_the_limit(bench: Bench, cluster: Cluster, ledger: Ledg
     ledger.add(Injection(group="Slurm", fault="USR2 before the time limit, requeued"))
 
 
-def test_preempted(bench: Bench, cluster: Cluster, ledger: Ledger) -> None:
-    """scontrol requeue is what a preemption does: SIGTERM to the steps, then the queue again."""
+@pytest.mark.parametrize("by", [[], [PROCESSES]], ids=["threads", "processes"])
+def test_preempted(bench: Bench, cluster: Cluster, ledger: Ledger, by: list[Fault]) -> None:
+    """scontrol requeue is what a preemption does: SIGTERM to every process of the steps, also to those
+    that write, then the queue again."""
     bench.rows(200)
     job = cluster.submit(
-        REPOSITORY, "launch/one_node.sbatch", *bench.argv(), variables=variables(0.4)
+        REPOSITORY, "launch/one_node.sbatch", *bench.argv(), variables=variables(0.4, by=by)
     )
     until_samples(bench, cluster)
     cluster.call("scontrol", "requeue", job)
     assert cluster.until(job, {"COMPLETED", "FAILED"}, 240) == "COMPLETED", cluster.output()
     assert cluster.restarts(job) == 1
     folder.assert_complete(bench.output, bench.data, STATES)
-    ledger.add(Injection(group="Slurm", fault="preempted and requeued"))
+    how = ", files by processes" if by else ""
+    ledger.add(Injection(group="Slurm", fault=f"preempted and requeued{how}"))
 
 
 def test_an_array_of_four(bench: Bench, cluster: Cluster, ledger: Ledger) -> None:

@@ -139,10 +139,7 @@ class Crew:
             try:
                 process = WriterProcess()
             except OSError as error:
-                logger.warning("no more writer processes (%s)", error)
-                with self._changed:
-                    self._wanted = self._most = len(self._processes)
-                    self._changed.notify_all()
+                logger.warning("no more writer processes (%s): %s", error, self._make_do())
                 return
             self._processes.append(process)
             self._selector.register(process, selectors.EVENT_READ, process)
@@ -150,25 +147,24 @@ class Crew:
     def _hand_out(self) -> None:
         while self._orders:
             order = self._orders[0]
-            process = None
-            if order.files and self._go_on():
-                if not self._processes and not self._wanted:
-                    self._orders.popleft().decline()
-                    continue
-                process = self._free_for(order)
-                if process is None:
-                    return
-            self._orders.popleft()
-            if process is None:
+            if not order.files or not self._go_on():
                 order.settle(Outcome([]))
-                continue
-            try:
-                process.send(order)
-            except OSError as error:
-                if not isinstance(error, ConnectionError):  # no descriptor can be sent
-                    error.filename = error.filename or os.fsdecode(order.files[0][0])
-                    self._fail(error)
-                order.settle(Outcome([], self._lose(process)))
+            elif not self._processes and not self._wanted:
+                order.decline()
+            elif (process := self._free_for(order)) is not None:
+                self._send(process, order)
+            else:
+                return
+            self._orders.popleft()
+
+    def _send(self, process: WriterProcess, order: Order) -> None:
+        try:
+            process.send(order)
+        except OSError as error:
+            if not isinstance(error, ConnectionError):  # no descriptor can be sent
+                error.filename = error.filename or os.fsdecode(order.files[0][0])
+                self._fail(error)
+            order.settle(Outcome([], self._lose(process)))
 
     def _free_for(self, order: Order) -> WriterProcess | None:
         """The process with the least to do that can take it, if any can."""
@@ -214,14 +210,20 @@ class Crew:
         self._selector.unregister(process)
         with self._changed:
             self._processes.remove(process)
-            self._wanted = self._most = len(self._processes)
-            self._changed.notify_all()
+        rest = self._make_do()
         process.hang_up()
         process.join(0.0)
         if error is None:
-            logger.warning("a writer process did not start")
+            logger.warning("a writer process did not start: %s", rest)
             return None
         self._fail(error)
         for order in process.orders:
             order.settle(Outcome([], error))
         return error
+
+    def _make_do(self) -> str:
+        """With the processes there are; what is to be said of it."""
+        with self._changed:
+            self._wanted = self._most = len(self._processes)
+            self._changed.notify_all()
+        return f"{self._wanted} go on" if self._wanted else "threads write instead"

@@ -113,7 +113,9 @@ def test_processes_write_what_threads_write(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_without_processes_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_processes_threads_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A system that starts none, and one where they end before they can write."""
 
     def none(*_: Any, **__: Any) -> None:
@@ -123,6 +125,8 @@ def test_without_processes_threads_write(tmp_path: Path, monkeypatch: pytest.Mon
     write(tmp_path / "end", "none", 2, 4, 2, processes=True)
     monkeypatch.setattr(subprocess, "Popen", none)
     write(tmp_path / "none", "none", 2, 4, 2, processes=True)
+    said = [text for text in caplog.messages if "threads write instead" in text]
+    assert "did not start" in said[0] and "Resource temporarily unavailable" in said[-1]
     for name in ("end", "none"):
         assert len(files_of(tmp_path / name)) == 2 * BATCH
 

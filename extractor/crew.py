@@ -77,14 +77,14 @@ class Crew:
             self._wanted = min(self._wanted + 1, self._most)
         self._look_up()
 
-    def wait_until_ready(self, every_one: bool = False) -> bool:
-        """Until a process can write, or every one of them that ever will. Whether any can."""
+    def wait_until_ready(self) -> None:
+        """Until all processes that there will be can write."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ready() >= (self._wanted if every_one else min(self._wanted, 1)),
-                START_SECONDS,
+                lambda: (
+                    all(p.ready for p in self._processes) and len(self._processes) == self._wanted
+                )
             )
-            return self._ready() > 0
 
     def close(self) -> None:
         """Wait until all orders are settled, and end the processes."""
@@ -95,9 +95,6 @@ class Crew:
 
     def _look_up(self) -> None:
         os.eventfd_write(self._wake, 1)
-
-    def _ready(self) -> int:
-        return sum(process.ready for process in self._processes)
 
     def _run(self) -> None:
         # Processes are started here, for they are killed when the thread that started them ends.

@@ -21,6 +21,7 @@ from extractor.errors import RunError
 from extractor.files import Durability
 from extractor.journal import JOURNAL, Journal
 from extractor.layouts import Layout
+from extractor.layouts.framed import Framed
 from extractor.memory import Budget
 from extractor.plan import Plan
 from extractor.progress import ProgressLine, Timeline
@@ -66,7 +67,8 @@ def write_batches(
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     device = engine.info.device
-    processes = uses_processes(device) and pages.can_share()
+    # What threads write is not shared: shared memory is slower to come by.
+    processes = uses_processes(device) and isinstance(layout, Framed) and pages.can_share()
     ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda", shared=processes)
     lines = Journal(output / JOURNAL / journal, sync=durability != "none")
     writer = Writer(

@@ -86,7 +86,7 @@ def main(descriptor: int, parent: int) -> None:
                 if request.follows:
                     slots[request.slot] = _map(channel, request.nbytes)
             except OSError as error:  # what follows in the stream could be anything
-                answer = Answer([], 0.0, _described(error, request.files[0][0]))
+                answer = Answer([], error=_described(error, request.files[0][0]))
                 connection.send_bytes(encode(answer))
                 break
             answer = _write(request, slots[request.slot], parent_lives)

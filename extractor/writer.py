@@ -144,7 +144,7 @@ class Writer:
     def wait_until_ready(self) -> None:
         """Until the processes started so far can write: for a benchmark's clock."""
         if self._crew is not None:
-            self._crew.wait_until_ready(every_one=True)
+            self._crew.wait_until_ready()
 
     def submit(self, staged: StagedBatch) -> None:
         """Take over a batch and its buffer. Raises what check() raises."""

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from extractor.errors import RunError
 from extractor.files import write_files
 from extractor.journal import JOURNAL, Journal, read_entries
 from extractor.layout import FP8
+from extractor.layouts import Layout
 from extractor.layouts.framed import Framed
-from extractor.records import Batch
+from extractor.records import Batch, Sample
 from extractor.transfer import HostRing, StagedBatch
 from tests.support.written import make_layout, make_samples, write_folder
 
@@ -167,6 +168,21 @@ def test_a_disk_error_of_a_process_names_the_file(tmp_path: Path) -> None:
         write(tmp_path, "none", 1, 4, 2, processes=True)
 
 
+def staged_alone(
+    team: writer.Writer,
+    ring: HostRing,
+    layout: Layout,
+    number: int,
+    sample: Sample,
+    of_device: Sequence[torch.Tensor] = (),
+) -> StagedBatch:
+    """A batch of one sample, landed, of whatever its buffer held."""
+    buffer = ring.acquire(layout.row_bytes * len(sample), team.check)
+    finite = torch.ones(len(layout.planes), len(sample), dtype=torch.bool)
+    part = Batch.of(number, (sample,))
+    return StagedBatch(part, layout.planes, buffer, finite, None, list(of_device))
+
+
 def test_what_is_in_no_slot_is_written_by_a_thread(tmp_path: Path) -> None:
     samples = make_samples((7, 1, 300, 12, 5))
     layout = make_layout("native", samples=samples)
@@ -176,13 +192,10 @@ def test_what_is_in_no_slot_is_written_by_a_thread(tmp_path: Path) -> None:
     team.wait_until_ready()
     slots: list[bool] = []
     for number, sample in enumerate(samples):
-        part = Batch.of(number, (sample,))
-        buffer = ring.acquire(layout.row_bytes * len(sample), team.check)
-        buffer.fill_(number)
-        slots.append(ring.slot_of(buffer) is not None)
-        finite = torch.ones(len(layout.planes), len(sample), dtype=torch.bool)
-        team.submit(StagedBatch(part, layout.planes, buffer, finite))
-        del buffer
+        staged = staged_alone(team, ring, layout, number, sample)
+        staged.buffer.fill_(number)
+        slots.append(ring.slot_of(staged.buffer) is not None)
+        team.submit(staged)
     team.close()
     lines.close()
     assert slots == [True, True, False, True, True]
@@ -212,11 +225,7 @@ def test_a_writer_holds_no_slots_that_the_ring_gave_up(tmp_path: Path) -> None:
     lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
     team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=3, processes=True)
     for number, sample in enumerate(samples):
-        part = Batch.of(number, (sample,))
-        buffer = ring.acquire(layout.row_bytes * len(sample), team.check)
-        finite = torch.ones(len(layout.planes), len(sample), dtype=torch.bool)
-        team.submit(StagedBatch(part, layout.planes, buffer, finite))
-        del buffer
+        team.submit(staged_alone(team, ring, layout, number, sample))
     large = ring.acquire((1 << 20) + 1, team.check)  # comes when nothing else is in flight
     end = time.monotonic() + 10
     while mapped_slots() > before and time.monotonic() < end:
@@ -278,11 +287,7 @@ def test_batches_land_while_the_first_process_starts(
     team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=2, processes=True)
     staged: list[StagedBatch] = []
     for number, sample in enumerate(samples):
-        buffer = ring.acquire(layout.row_bytes * len(sample), team.check)
-        finite = torch.ones(len(layout.planes), len(sample), dtype=torch.bool)
-        of_device = torch.zeros(4)
-        part = Batch.of(number, (sample,))
-        staged.append(StagedBatch(part, layout.planes, buffer, finite, None, [of_device]))
+        staged.append(staged_alone(team, ring, layout, number, sample, [torch.zeros(4)]))
         team.submit(staged[-1])
     time.sleep(0.5)
     assert not files_of(tmp_path) and not any(batch._sources for batch in staged)
@@ -316,7 +321,8 @@ def test_a_process_that_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
     errors: list[BaseException] = []
     settled: list[writer_process.Outcome] = []
     team = crew.Crew(3, 3, lambda: not errors, errors.append)
-    assert team.wait_until_ready(every_one=True)
+    team.wait_until_ready()
+    assert team.size == len(team._processes)
     stopped = team._processes[0].pid
     os.kill(stopped, signal.SIGSTOP)
     small, large = (HostRing(1 << 16, 1, pinned=False, shared=True) for _ in range(2))
@@ -345,7 +351,8 @@ def test_an_end_that_the_socket_does_not_tell_is_noticed(tmp_path: Path) -> None
     errors: list[BaseException] = []
     settled: list[writer_process.Outcome] = []
     team = crew.Crew(2, 2, lambda: not errors, errors.append)
-    assert team.wait_until_ready(every_one=True)
+    team.wait_until_ready()
+    assert team.size == len(team._processes)
     victim = team._processes[0]
     held = Path(f"/proc/{victim.pid}/fd")
     numbers = [int(fd.name) for fd in held.iterdir() if str(fd.readlink()).startswith("socket:")]

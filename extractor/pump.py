@@ -69,7 +69,12 @@ def write_batches(
     device = engine.info.device
     # What threads write is not shared: shared memory is slower to come by.
     processes = uses_processes(device) and isinstance(layout, Framed) and pages.can_share()
-    ring = HostRing(budget.slot_bytes, budget.slots, pinned=device.type == "cuda", shared=processes)
+    ring = HostRing(
+        budget.slot_bytes,
+        max(min(budget.slots, len(batches)), 1),
+        pinned=device.type == "cuda",
+        shared=processes,
+    )
     lines = Journal(output / JOURNAL / journal, sync=durability != "none")
     writer = Writer(
         output,

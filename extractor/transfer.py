@@ -22,6 +22,8 @@ from extractor.layout import Plane, encode, finite_rows, surely_finite_rows
 from extractor.records import Batch, CapturedBatch
 from extractor.store import Blob
 
+LOOK_SECONDS = 0.2  # how often who waits for a buffer looks whether all is well
+
 
 class SharedSlot(NamedTuple):
     """A buffer of the ring that writer processes can map.
@@ -38,10 +40,11 @@ class SharedSlot(NamedTuple):
 
 
 class HostRing:
-    """Host buffers for batches in flight: `slots` of slot_bytes each, handed out again and again.
+    """Host buffers for batches in flight: up to `slots` of slot_bytes each, handed out again and again.
+    One more than are in use is made ready, so that a batch finds its buffer page-locked.
 
-    A batch larger than a slot (a sample over the token budget) gets a buffer of its own, once nothing
-    else is in flight, so that memory stays under max(slots * slot_bytes, the largest batch).
+    A batch larger than a slot (a sample over the token budget) gets a buffer of its own. All together
+    take at most slots * slot_bytes, or a larger batch's bytes, which then is alone.
 
     Args:
         pinned: page-locked, for CUDA.
@@ -50,44 +53,38 @@ class HostRing:
 
     def __init__(self, slot_bytes: int, slots: int, pinned: bool, shared: bool = False) -> None:
         assert slots >= 1 and slot_bytes >= 1
-        self.slot_bytes, self.slots, self._pinned, self._shared = slot_bytes, slots, pinned, shared
+        self.slot_bytes, self._pinned, self._shared = slot_bytes, pinned, shared
+        self._most_bytes = slots * slot_bytes
+        self._bytes = 0  # of buffers in flight and free ones
         self._free: list[torch.Tensor] = []
-        self._made = 0
         self._in_flight = 0
         self._changed = threading.Condition()
         self._shared_slots: dict[int, SharedSlot] = {}
         self._locking: dict[int, Future[None]] = {}
         self._numbers = itertools.count()
+        self._make_one_ready()
 
     def acquire(self, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
         """A uint8 buffer of at least nbytes; waits for one to come back.
 
-        A new one is page-locked meanwhile: wait_until_locked() before anything is written into it.
+        A new one may still be being page-locked: wait_until_locked() before anything is written into it.
         check() is called while waiting and may raise, so that a dead writer is noticed."""
         with self._changed:
             while True:
                 check()
-                if nbytes > self.slot_bytes:
-                    if self._in_flight == 0:
-                        self._shared_slots.clear()
-                        self._free.clear()
-                        self._made = 0
-                        self._in_flight = 1
-                        return self._allocate(nbytes)
-                elif self._free:
+                buffer = self._large(nbytes) if nbytes > self.slot_bytes else self._slot()
+                if buffer is not None:
                     self._in_flight += 1
-                    return self._free.pop()
-                elif self._made < self.slots:
-                    self._made += 1
-                    self._in_flight += 1
-                    return self._allocate(self.slot_bytes)
-                self._changed.wait(timeout=0.2)
+                    return buffer
+                self._changed.wait(LOOK_SECONDS)
 
     def release(self, buffer: torch.Tensor) -> None:
         with self._changed:
             self._in_flight -= 1
             if len(buffer) == self.slot_bytes:
                 self._free.append(buffer)
+            else:
+                self._bytes -= len(buffer)
             self._changed.notify_all()
 
     def wait_until_locked(self, buffer: torch.Tensor) -> None:
@@ -110,7 +107,32 @@ class HostRing:
         """Of the slots there are now that other processes can map."""
         return len(self._shared_slots) * self.slot_bytes
 
+    def _slot(self) -> torch.Tensor | None:
+        self._make_one_ready()
+        if not self._free:
+            return None
+        buffer = self._free.pop()
+        self._make_one_ready()
+        return buffer
+
+    def _make_one_ready(self) -> None:
+        if not self._free and self._bytes + self.slot_bytes <= self._most_bytes:
+            self._free.append(self._allocate(self.slot_bytes))
+
+    def _large(self, nbytes: int) -> torch.Tensor | None:
+        """In the place of slots that are free. None when what is in flight leaves too little."""
+        free = len(self._free) * self.slot_bytes
+        if self._in_flight and self._bytes - free + nbytes > self._most_bytes:
+            return None
+        while self._free and self._bytes + nbytes > self._most_bytes:
+            at = self._free.pop(0).data_ptr()
+            self._shared_slots.pop(at, None)
+            self._locking.pop(at, None)
+            self._bytes -= self.slot_bytes
+        return self._allocate(nbytes)
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
+        self._bytes += nbytes
         slot = self._shared and nbytes == self.slot_bytes
         if not slot and not self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8)

@@ -5,11 +5,12 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
-from extractor import pages
+from extractor import pages, transfer
 from extractor.transfer import HostRing, PageLock
 
 
@@ -67,7 +68,7 @@ def test_buffers_are_unlocked_before_they_are_unmapped(runtime: Runtime, shared:
         size = (
             slot + number * 4096 if number % 3 == 2 else slot
         )  # a long sample takes the slots' place
-        buffer = ring.acquire(size, lambda: None)
+        buffer = ring.acquire(size, never)
         if number % 2:  # a batch that is copied at once, and one that is not at all
             ring.wait_until_locked(buffer)
         threads.append(threading.Thread(target=use, args=(buffer,)))
@@ -80,13 +81,80 @@ def test_buffers_are_unlocked_before_they_are_unmapped(runtime: Runtime, shared:
     assert runtime.unlocked >= 20
 
 
+def never() -> None:
+    pass
+
+
+class NoRoom(Exception):
+    pass
+
+
+def take(ring: HostRing, nbytes: int) -> torch.Tensor | None:
+    """A buffer if the ring has one now."""
+    asked = []
+
+    def once() -> None:
+        if asked:
+            raise NoRoom
+        asked.append(1)
+
+    try:
+        return ring.acquire(nbytes, once)
+    except NoRoom:
+        return None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_buffers_stay_within_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots and longer batches at any time take what was announced, or one batch larger than that does
+    alone; and whoever gives all back gets any size."""
+    monkeypatch.setattr(transfer, "LOOK_SECONDS", 0)
+    slot, slots, random = 1000, 4, Random(seed)
+    ring, held = HostRing(slot, slots, pinned=False), []
+    beside = 0
+    for _ in range(400):
+        size = random.choice([1, 500, slot, slot, slot, 1500, 2500, 4000, 9000])
+        if (buffer := take(ring, size)) is not None:
+            assert len(buffer) >= size
+            held.append(buffer)
+        del buffer
+        total = sum(map(len, held))
+        assert total <= slot * slots or len(held) == 1
+        beside += len({len(each) > slot for each in held}) == 2
+        while held and random.random() < 0.4:
+            ring.release(held.pop(random.randrange(len(held))))
+    assert beside > 10  # a longer batch does not wait for all others
+    for buffer in held:
+        ring.release(buffer)
+    held.clear()
+    for size in (9000, slot, 4000):
+        ring.release(ring.acquire(size, never))
+    assert all(take(ring, slot) is not None for _ in range(slots))
+    assert take(ring, 1) is None
+
+
+def test_the_next_buffer_is_locked_while_this_one_is_filled(runtime: Runtime) -> None:
+    ring = HostRing(1 << 20, 3, pinned=True)
+    held = []
+    for ready in (2, 3, 3):
+        held.append(ring.acquire(1 << 20, never))
+        ring.wait_until_locked(held[-1])
+        deadline = time.monotonic() + 10
+        while len(runtime.locked) < ready and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(runtime.locked) == ready
+    for buffer in held:
+        ring.release(buffer)
+    assert len(runtime.locked) == 3
+
+
 def test_pages_that_cannot_be_locked(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(code: int) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(torch.cuda, "check_error", refuse)
     ring = HostRing(1 << 16, 2, pinned=True)
-    buffer = ring.acquire(1 << 16, lambda: None)
+    buffer = ring.acquire(1 << 16, never)
     with pytest.raises(RuntimeError, match="out of memory"):
         ring.wait_until_locked(buffer)
     del buffer, ring

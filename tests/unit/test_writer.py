@@ -226,7 +226,7 @@ def test_a_writer_holds_no_slots_that_the_ring_gave_up(tmp_path: Path) -> None:
     team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=3, processes=True)
     for number, sample in enumerate(samples):
         team.submit(staged_alone(team, ring, layout, number, sample))
-    large = ring.acquire((1 << 20) + 1, team.check)  # comes when nothing else is in flight
+    large = ring.acquire(4 << 20, team.check)  # comes when nothing else is in flight
     end = time.monotonic() + 10
     while mapped_slots() > before and time.monotonic() < end:
         time.sleep(0.01)

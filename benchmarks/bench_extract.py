@@ -43,10 +43,11 @@ from extractor.model import ModelSpec
 from extractor.plan import Plan
 from extractor.pump import follow, write_batches
 from extractor.records import Batch, CapturedBatch
+from extractor.ring import HostRing
 from extractor.signals import StopSignals
 from extractor.states import States
 from extractor.topology import Place, World
-from extractor.transfer import HostRing, Stager
+from extractor.transfer import Stager
 from extractor.watch import Watch
 
 
@@ -445,7 +446,7 @@ def copy_rate(load: Load, batch: Batch, device: torch.device) -> float:
     layout, budget = load.layout, load.budget
     assert layout is not None
     ring = HostRing(budget.slot_bytes, 1, pinned=True)
-    stager = Stager(layout.planes, ring, device)
+    stager = Stager(layout.planes, device)
     size = (batch.num_tokens, layout.hidden)
     dtype = layout.dtype if layout.dtype.itemsize > 1 else torch.bfloat16
     states = {name: torch.zeros(size, dtype=dtype, device=device) for name in layout.captured}

@@ -15,7 +15,8 @@ from extractor.files import Durability
 from extractor.journal import JOURNAL, Journal
 from extractor.layouts.native import Native
 from extractor.records import Batch, Sample
-from extractor.transfer import HostRing, StagedBatch
+from extractor.ring import HostRing
+from extractor.transfer import StagedBatch
 from extractor.writer import Writer
 
 HIDDEN, STATES, BATCH = 1024, ("1", "2", "4", "final"), 32
@@ -43,7 +44,7 @@ def write(
     held = [ring.acquire(nbytes, lambda: None) for _ in range(4)]
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     for buffer in held:  # not zeros, which a filesystem could skip
-        for piece in buffer.split(len(noise)):
+        for piece in buffer.tensor.split(len(noise)):
             piece.copy_(noise[: len(piece)])
         ring.release(buffer)
     finite = torch.ones(len(planes), size, dtype=torch.bool)

@@ -40,8 +40,8 @@ class Budget:
 
     @property
     def host_bytes(self) -> int:
-        """The most that states take in host memory."""
-        return self.slot_bytes * self.slots
+        """The most that states take in host memory: the ring's, or the longest sample's by itself."""
+        return max(self.slot_bytes * self.slots, self.slot_bytes // self.max_tokens * self.longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +189,9 @@ def _sized(ask: Ask, max_tokens: int) -> Budget:
 
 
 def host_need(budget: Budget, ask: Ask, writers: int) -> int:
-    """Bytes of host memory that the writers of one machine fill: each one's states, the longest sample's
-    by itself if that is more; on a CPU the model too."""
-    states = max(budget.host_bytes, budget.longest * ask.row_bytes) * writers
+    """Bytes of host memory that the writers of one machine fill: each one's states; on a CPU the model
+    too."""
+    states = budget.host_bytes * writers
     return states + (budget.device_bytes if ask.device == "cpu" else 0)
 
 

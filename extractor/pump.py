@@ -26,9 +26,10 @@ from extractor.memory import Budget
 from extractor.plan import Plan
 from extractor.progress import ProgressLine, Timeline
 from extractor.records import Batch
+from extractor.ring import HostRing
 from extractor.signals import Stopped
 from extractor.topology import World
-from extractor.transfer import HostRing, Stager
+from extractor.transfer import Stager
 from extractor.watch import Watch
 from extractor.writer import Writer
 
@@ -69,12 +70,13 @@ def write_batches(
     device = engine.info.device
     # What threads write is not shared: shared memory is slower to come by.
     processes = uses_processes(device) and isinstance(layout, Framed) and pages.can_share()
-    ring = HostRing(
-        budget.slot_bytes,
-        max(min(budget.slots, len(batches)), 1),
-        pinned=device.type == "cuda",
-        shared=processes,
-    )
+    sizes = batches.tokens(store.lengths)
+    memory = HostMemory(budget.host_bytes)
+    # No more of them than batches: each is filled with zeros before it is used.
+    slots = max(min(budget.slots, len(batches)), 1)
+    ring = HostRing(budget.slot_bytes, slots, pinned=device.type == "cuda", shared=processes)
+    if len(sizes) and sizes[0] <= budget.max_tokens:
+        ring.make_one_ready()  # while processes start and the first batch is made
     lines = Journal(output / JOURNAL / journal, sync=durability != "none")
     writer = Writer(
         output,
@@ -87,9 +89,8 @@ def write_batches(
         durability=durability,
         landing=watch.step,
     )
-    total = int(batches.tokens(store.lengths).sum())
-    line = ProgressLine("extracting", total, "token", quiet=world.place.rank != 0)
-    waits, timeline, memory = Waits(), Timeline(), HostMemory(budget.host_bytes)
+    line = ProgressLine("extracting", int(sizes.sum()), "token", quiet=world.place.rank != 0)
+    waits, timeline = Waits(), Timeline()
 
     def numbers() -> Iterator[int]:
         while (number := world.next_number(counter)) < len(batches):
@@ -114,7 +115,7 @@ def write_batches(
             engine,
             world,
             source,
-            Stager(layout.planes, ring, device),
+            Stager(layout.planes, device),
             ring,
             writer,
             waits,
@@ -124,6 +125,7 @@ def write_batches(
     finally:
         source.close()
         line.close()
+        ring.close()
     lines.close()
     seconds = time.perf_counter() - begun
     progress = writer.progress
@@ -182,7 +184,7 @@ class HostMemory:
 
     Attributes:
         bound: the most that states in flight may take.
-        before: of the process when its first batch began: libraries, and what the model left there.
+        before: of the process before its first buffer: libraries, and what the model left there.
         most: of the process at any batch since.
     """
 
@@ -257,9 +259,8 @@ def pump(
             mark = clock()
             with watch.step("pass", str(batch), batch.num_tokens):
                 world.share_batch(batch)
-                captured = engine.forward(batch)
-            writer.submit(stager.stage(captured, buffer))
-            del buffer  # the ring's, which may give its slots up
+                staged = stager.stage(engine.forward(batch), buffer)
+            writer.submit(staged)
             launched = clock() - mark
             waits.model += launched
             waits.launching += launched

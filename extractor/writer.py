@@ -28,8 +28,9 @@ from extractor.layout import Plane
 from extractor.layouts import Layout
 from extractor.layouts.framed import Framed
 from extractor.records import Reject, Sample
+from extractor.ring import HostRing, SharedSlot
 from extractor.scribe import File
-from extractor.transfer import HostRing, SharedSlot, StagedBatch
+from extractor.transfer import StagedBatch
 from extractor.writer_process import Order, Outcome
 
 logger = logging.getLogger(__name__)
@@ -235,7 +236,7 @@ class Writer:
         self._help()
         crew = self._crew
         # What lies in no slot, a sample longer than a batch, is for a thread.
-        slot = self._ring.slot_of(staged.buffer) if crew is not None and crew.size else None
+        slot = staged.buffer.slot if crew is not None and crew.size else None
         if crew is None or slot is None:
             self._arrived(1)
             for work in self._divided(staged, len(self._threads)):

@@ -22,8 +22,8 @@ import msgspec
 
 from extractor.errors import RunError
 from extractor.files import Durability, Pending, Written
+from extractor.ring import SharedSlot
 from extractor.scribe import DESCRIPTOR, READY, Answer, File, Request
-from extractor.transfer import SharedSlot
 
 END_SECONDS = 10.0
 

@@ -12,9 +12,10 @@ from extractor.files import Durability
 from extractor.journal import JOURNAL, RUN, Journal, write_run
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.records import Batch, CapturedBatch, Sample
+from extractor.ring import HostRing
 from extractor.states import States
 from extractor.topk import IDS, LOGPROBS
-from extractor.transfer import HostRing, Stager
+from extractor.transfer import Stager
 from extractor.writer import Writer
 
 NUM_LAYERS, HIDDEN = 6, 32
@@ -116,7 +117,7 @@ def write_folder(
         processes=processes,
         durability=durability,
     )
-    stager = Stager(layout.planes, ring, torch.device("cpu"))
+    stager = Stager(layout.planes, torch.device("cpu"))
     truths: list[Truth] = []
     for number, begin in enumerate(range(0, len(samples), batch)):
         part = Batch.of(number, tuple(samples[begin : begin + batch]))

@@ -22,7 +22,8 @@ from extractor.layout import FP8
 from extractor.layouts import Layout
 from extractor.layouts.framed import Framed
 from extractor.records import Batch, Sample
-from extractor.transfer import HostRing, StagedBatch
+from extractor.ring import HostRing
+from extractor.transfer import StagedBatch
 from tests.support.written import make_layout, make_samples, write_folder
 
 PIDFD_GETFD = 438  # on every architecture of Linux
@@ -193,8 +194,8 @@ def test_what_is_in_no_slot_is_written_by_a_thread(tmp_path: Path) -> None:
     slots: list[bool] = []
     for number, sample in enumerate(samples):
         staged = staged_alone(team, ring, layout, number, sample)
-        staged.buffer.fill_(number)
-        slots.append(ring.slot_of(staged.buffer) is not None)
+        staged.buffer.tensor.fill_(number)
+        slots.append(staged.buffer.slot is not None)
         team.submit(staged)
     team.close()
     lines.close()
@@ -300,7 +301,7 @@ def orders_of(
     folder: Path, ring: HostRing, count: int, inline: int, settled: list[writer_process.Outcome]
 ) -> list[writer_process.Order]:
     buffer = ring.acquire(ring.slot_bytes, lambda: None)
-    slot = ring.slot_of(buffer)
+    slot = buffer.slot
     assert slot is not None
     ring.release(buffer)  # there for as long as the ring is
     return [
@@ -413,8 +414,8 @@ def test_slots_given_back_take_no_memory(tmp_path: Path) -> None:
     process = ready_process()
     ring = HostRing(size, 2, pinned=False, shared=True)
     buffer = ring.acquire(size, lambda: None)
-    buffer.fill_(1)
-    slot = ring.slot_of(buffer)
+    buffer.tensor.fill_(1)
+    slot = buffer.slot
     assert slot is not None
     files = [(os.fsencode(tmp_path / "file"), b"top:", [(size - 4, 4)], b":end")]
     process.send(writer_process.Order(slot, 0, files, "none", lambda _: None, lambda: None))
@@ -423,8 +424,7 @@ def test_slots_given_back_take_no_memory(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"top:\1\1\1\1:end"
     filled = shared()
     ring.release(buffer)
-    del buffer
-    assert ring.slot_of(ring.acquire(size + 1, lambda: None)) is None
+    assert ring.acquire(size + 1, lambda: None).slot is None
     assert ring.shared_bytes == 0 and filled - shared() > size * 3 // 4
     process.hang_up()
     process.join()

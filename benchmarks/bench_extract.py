@@ -31,14 +31,12 @@ from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
 from benchmarks.timed import TimedEngine
 from extractor import memory, plan
 from extractor.config import ExtractConfig
-from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
 from extractor.dry_run import weight_bytes
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Engine
-from extractor.layout import DTYPES
-from extractor.layouts import LAYOUTS, Layout
-from extractor.memory import Ask, Budget
+from extractor.layouts import Layout
+from extractor.memory import Budget
 from extractor.model import ModelSpec
 from extractor.plan import Plan
 from extractor.pump import follow, write_batches
@@ -48,6 +46,7 @@ from extractor.signals import StopSignals
 from extractor.states import States
 from extractor.topology import Place, World
 from extractor.transfer import Stager
+from extractor.wanted import Wanted
 from extractor.watch import Watch
 
 
@@ -119,26 +118,21 @@ class Load:
 def prepare_load(args: argparse.Namespace, place: Place, device: torch.device, work: Path) -> Load:
     """The writer's part: rows, their batches, sizes."""
     model = args.model or str(write_shape(args.shape, work))
-    spec = ModelSpec.read(model)
-    states = States.resolve(args.layers, True, spec.num_layers)
-    rows = write_rows(work / "rows.jsonl", lengths(args.samples, args.longest), spec.vocab_size)
-    config = ExtractConfig(model=model, data=(str(rows),), output=work / "prepared")
-    store = prepare(config, spec, lambda _: None)
-    layout = LAYOUTS["native"](
-        stored=states.names,
-        hidden=spec.hidden_size,
-        dtype=DTYPES[spec.dtype],
-        model=spec.path.name,
-    )
-    ask = Ask(
-        # A shape has no weight files to tell its size by.
-        spec=replace(spec, weight_bytes=weight_bytes(config, spec)),
-        device=device.type,
-        tp=place.tp,
-        row_bytes=layout.row_bytes,
-        longest=int(store.lengths.max()),
+    vocab_size = ModelSpec.read(model).vocab_size
+    rows = write_rows(work / "rows.jsonl", lengths(args.samples, args.longest), vocab_size)
+    config = ExtractConfig(
+        model=model,
+        data=(str(rows),),
+        output=work / "prepared",
+        layers=args.layers,
         batch_tokens=args.batch_tokens,
     )
+    wanted = Wanted.of(config)
+    store = wanted.prepare(quiet=True)
+    layout = wanted.layout(store)
+    # A shape has no weight files to tell its size by.
+    spec = replace(wanted.spec, weight_bytes=weight_bytes(config, wanted.spec))
+    ask = replace(wanted.ask(layout, store.lengths, device.type, place.tp), spec=spec)
     budget = memory.choose(ask)
     order = plan.batches(
         np.arange(len(store.lengths)), store.lengths, budget.max_tokens, budget.max_sequences

@@ -23,7 +23,7 @@ import xxhash
 
 from extractor.config import parse
 from extractor.data.store import PreparedStore
-from extractor.errors import RunError, UsageError
+from extractor.errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
 from extractor.files import TEMPORARY
 from extractor.journal import JOURNAL, REJECTS, RUN, Entry, read_entries, read_run
 from extractor.layout import finite_rows
@@ -130,7 +130,7 @@ def check(argv: Sequence[str]) -> int:
     else:
         for line in _lines(findings, config.output):
             say(line)
-    return 0 if findings.complete else 1
+    return EXIT_OK if findings.complete else EXIT_FAILED
 
 
 def examine(output: Path, *, deep: bool = False, workers: int | None = None) -> Findings:

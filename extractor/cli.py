@@ -5,10 +5,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from extractor.errors import PeerError, RunError, UsageError
+from extractor.errors import (
+    EXIT_AGAIN,
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_USAGE,
+    PeerError,
+    RunError,
+    UsageError,
+)
 from extractor.signals import Stopped, StopSignals
-
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_REJECTS, EXIT_AGAIN = 0, 1, 2, 3, 75
 
 VERBS = {
     "extract": "write hidden states (the main job; start it with torchrun)",

@@ -16,7 +16,7 @@ import tyro
 from extractor import fingerprint
 from extractor.config import LayoutName, StoredDtype, parse
 from extractor.data.vocab import MAPPING, TokenCounts
-from extractor.errors import RunError, UsageError
+from extractor.errors import EXIT_OK, EXIT_REJECTS, RunError, UsageError
 from extractor.files import write_whole
 from extractor.folder import Folder, counted, layout_of
 from extractor.journal import JOURNAL, REJECTS, RUN, Entry, Journal, find_done, read_run, write_run
@@ -28,7 +28,6 @@ from extractor.records import Reject, Sample
 from extractor.states import FINAL, States
 from extractor.store import VOCAB, Blob
 
-EXIT_OK, EXIT_REJECTS = 0, 3
 NON_FINITE = "non_finite"
 
 

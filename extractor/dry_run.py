@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,24 +20,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from extractor import memory, plan
 from extractor.config import ExtractConfig
-from extractor.data.prepare import prepare
 from extractor.data.store import PreparedStore
 from extractor.data.vocab import FREQUENCIES, TokenCounts, draft_vocabulary, vocab_files
-from extractor.errors import UsageError
+from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
 from extractor.folder import check_output
 from extractor.journal import find_done
 from extractor.layout import DTYPES
-from extractor.layouts import LAYOUTS, Layout, Numbering
-from extractor.memory import Ask, Needs, Room
+from extractor.layouts import LAYOUTS, Layout
+from extractor.memory import Needs, Room
 from extractor.model import ModelSpec
 from extractor.plan import Plan
-from extractor.progress import ProgressLine, say
 from extractor.records import Sample
-from extractor.states import States
 from extractor.store import VOCAB, Blob
-from extractor.topk import check_topk
+from extractor.wanted import Wanted
 
-EXIT_OK, EXIT_FAILED = 0, 1
 BLOCK = 4096
 """What a file takes is a whole number of these on most filesystems."""
 JOURNAL_LINE = 110
@@ -127,54 +123,20 @@ def dry_run(config: ExtractConfig) -> int:
 
 
 def make_estimate(config: ExtractConfig) -> Estimate:
-    spec = ModelSpec.read(config.model)
-    asked = States.resolve(config.layers, config.final, spec.num_layers)
-    dtype = spec.dtype if config.dtype == "auto" else config.dtype
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype auto: the model's own dtype is {dtype}; give --dtype")
-    check_topk(config.topk_logits, spec.vocab_size)
+    wanted = Wanted.of(config)
+    spec, dtype = wanted.spec, wanted.dtype
     check_output(config.output)
-    line = ProgressLine("tokenizing", None, "row", quiet=config.json)
-    try:
-        report = _silent if config.json else say
-        store = prepare(config, spec, report, lambda count, _total: line.set(count))
-    finally:
-        line.close()
-    numbering = Numbering(store.rows, store.turns)
-
-    def layout_of(name: str, kind: str) -> Layout:
-        stored = LAYOUTS[name].stored_for(asked)
-        return LAYOUTS[name](
-            stored=stored,
-            hidden=spec.hidden_size,
-            dtype=DTYPES[kind],
-            model=spec.path.name,
-            numbering=numbering,
-            topk=config.topk_logits,
-        )
-
-    layout = layout_of(config.layout, dtype)
+    store = wanted.prepare(quiet=config.json)
+    layout = wanted.layout(store)
     index, count = config.shard_index
     selected = plan.shard(store.rows, store.lengths, index, count)
     done = find_done(config.output, store.rows, store.turns, layout.path)
-    finished = done.finished.copy()
-    finished[list(done.rejected)] = True
-    left = selected[~finished[selected]]
+    left = done.left_of(selected)
     beside = vocab_bytes(config, spec, store, layout)
     lengths = store.lengths[left]
     tp = config.tp or int(os.environ.get("WORLD_SIZE", "1"))
-    longest = int(lengths.max()) if len(left) else 0
     device = "cpu" if config.device == "cpu" else "cuda"
-    ask = Ask(
-        spec=spec,
-        device=device,
-        tp=tp,
-        row_bytes=layout.row_bytes,
-        longest=longest,
-        batch_tokens=config.batch_tokens,
-        host_gib=config.host_memory,
-        topk=layout.topk,
-    )
+    ask = wanted.ask(layout, lengths, device, tp)
     device_free, host_free = _device_free(device), memory.available_host_bytes()
     writers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // tp, 1)
     budget = memory.sizes(ask, Room(device=device_free, host=host_free, writers=writers))
@@ -209,7 +171,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         layout=layout.name,
         dtype=dtype,
         disk=disk_bytes(layout, lengths) + beside,
-        choices={key: value + beside for key, value in _choices(layout_of, dtype, lengths).items()},
+        choices={key: value + beside for key, value in _choices(wanted, store, lengths).items()},
         free=free_bytes(config.output),
         device=Needs(**{**asdict(need), "weights": weight_bytes(config, spec) // tp}),
         device_free=device_free,
@@ -221,25 +183,21 @@ def make_estimate(config: ExtractConfig) -> Estimate:
     )
 
 
-def _silent(_: str) -> None:
-    return
-
-
 def _fill(batches: Plan, store: PreparedStore, batch_tokens: int) -> float:
     if not len(batches):
         return 1.0
     return float(batches.tokens(store.lengths).clip(max=batch_tokens).mean() / batch_tokens)
 
 
-def _choices(
-    layout_of: Callable[[str, str], Layout], dtype: str, lengths: np.ndarray
-) -> dict[str, int]:
+def _choices(wanted: Wanted, store: PreparedStore, lengths: np.ndarray) -> dict[str, int]:
     """Bytes in each layout, as the dtype asked for and as float8 where it can be had."""
     choices: dict[str, int] = {}
     for name in LAYOUTS:
-        for kind in dict.fromkeys((dtype, "float8_e4m3fn")):
+        for kind in dict.fromkeys((wanted.dtype, "float8_e4m3fn")):
             try:
-                choices[f"{name} {kind}"] = disk_bytes(layout_of(name, kind), lengths)
+                choices[f"{name} {kind}"] = disk_bytes(
+                    wanted.other_layout(name, kind, store), lengths
+                )
             except (
                 UsageError
             ):  # this layout knows no float8 or no logits, or needs a layer that was not asked for

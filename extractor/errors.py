@@ -1,4 +1,8 @@
-"""The ways in which a run ends that are somebody's to mend."""
+"""The ways in which a run ends that are somebody's to mend, and the codes it ends with."""
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_REJECTS = 3  # all is done that can be
+EXIT_AGAIN = 75  # the same command goes on; sysexits.h: EX_TEMPFAIL
 
 
 class UsageError(ValueError):

@@ -209,6 +209,12 @@ class Done:
     rejected: dict[int, Reject]
     damaged: int
 
+    def left_of(self, selected: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of these samples, by index, those that are neither finished nor rejected."""
+        ended = self.finished.copy()
+        ended[list(self.rejected)] = True
+        return selected[~ended[selected]]
+
 
 def find_done(
     output: Path,

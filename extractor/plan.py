@@ -27,6 +27,10 @@ class Plan:
     order: Ints
     starts: Ints
 
+    @classmethod
+    def empty(cls) -> "Plan":
+        return cls(np.zeros(0, np.int64), np.zeros(1, np.int64))
+
     def __post_init__(self) -> None:
         assert self.starts[0] == 0 and self.starts[-1] == len(self.order)
 

@@ -13,6 +13,7 @@ from extractor.config import DataConfig, parse
 from extractor.data import prepare as front_end
 from extractor.data.show import show as show_row
 from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
+from extractor.errors import EXIT_OK
 from extractor.model import ModelSpec
 from extractor.progress import ProgressLine, say
 from extractor.store import VOCAB
@@ -36,7 +37,7 @@ def prepare(argv: Sequence[str]) -> int:
     size = config.draft_vocab_size
     write_vocab(config.output / VOCAB, counts, draft_vocabulary(counts, size) if size else None)
     say(f"prepared in {store.path}")
-    return 0
+    return EXIT_OK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import tyro
 from safetensors import safe_open
 
 from extractor.config import parse
-from extractor.errors import UsageError
+from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
 from extractor.journal import RUN, read_entries, read_run
 from extractor.model import local_path
 from extractor.reference import (
@@ -78,7 +78,7 @@ def verify(argv: Sequence[str]) -> int:
             print(_line(sample.path.stem, judgement))  # noqa: T201
     print(f"{total - bad} of {total} states of {len(stored)} samples are right")  # noqa: T201
     sys.stdout.flush()
-    return 1 if bad else 0
+    return EXIT_FAILED if bad else EXIT_OK
 
 
 def _run_of(output: Path) -> dict[str, dict[str, str]]:

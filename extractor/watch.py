@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from extractor.errors import PeerError, RunError
+from extractor.errors import EXIT_AGAIN, EXIT_FAILED, PeerError, RunError
 from extractor.progress import say
 from extractor.signals import StopSignals
 
@@ -45,7 +45,6 @@ REASON_SECONDS = 4.0
 FIRST_STEP_SECONDS = 600.0  # kernels are compiled in it
 SLOWER = 20.0
 
-EXIT_FAILED, EXIT_AGAIN = 1, 75
 FAILED, STOP = "failed", "stop"
 
 

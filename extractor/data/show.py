@@ -12,7 +12,7 @@ from extractor.data.prepare import FOLDER, stores_in
 from extractor.data.read import open_sources, read_rows
 from extractor.data.store import INFO, REJECTS, PreparedStore, as_reject, as_sample
 from extractor.data.tokenizer import load_converter, load_rules
-from extractor.errors import UsageError
+from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
 from extractor.model import ModelSpec
 from extractor.records import Reject, Sample
 
@@ -72,7 +72,7 @@ def show(
         turn = f", turn {reject.turn}" if reject.turn else ""
         write(f"row {reject.row}{turn}, id {reject.id}, {reject.source}: rejected")
         write(f"{reject.reason}: {reject.detail}")
-    return 0 if found else 1
+    return EXIT_OK if found else EXIT_FAILED
 
 
 def _stores(path: Path) -> list[PreparedStore]:

@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from extractor.config import parse
-from extractor.errors import UsageError
+from extractor.errors import EXIT_OK, UsageError
 from extractor.files import write_whole
 from extractor.progress import say
 
@@ -44,4 +44,4 @@ def report(argv: Sequence[str]) -> int:
     page = config.page or config.folder / PAGE
     write_whole(page, [text.encode()], sync=False)
     say(f"{page} ({len(text) / 1024:,.0f} KiB)")
-    return 0
+    return EXIT_OK

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from extractor import pipeline
+from extractor import pipeline, wanted
 from extractor.cli import outcome
 from tests.support import faulty_writer
 from tests.support.fake_engine import FakeBackend
@@ -20,13 +20,13 @@ def run(argv: Sequence[str], faults: Sequence[Fault] = (), log: Path | None = No
     """The exit code of one rank, which torchrun's variables describe."""
     here = Faults(faults, log)
     backend = FakeBackend(here.before_pass, here.on_load, here.on_import)
-    real = pipeline.prepare
+    real = wanted.prepare
 
     def slow_prepare(*args: object, **kwargs: object) -> object:
         here.on_prepare()
         return real(*args, **kwargs)  # pyright: ignore
 
-    pipeline.prepare = slow_prepare  # pyright: ignore
+    wanted.prepare = slow_prepare  # pyright: ignore
     if any(fault.kind == "processes" for fault in faults):
         faulty_writer.use(faults, log)
     return outcome(lambda: pipeline.extract(argv, backend=backend))

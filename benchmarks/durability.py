@@ -79,6 +79,7 @@ def write(
             writer.submit(StagedBatch(Batch.of(number, samples), planes, buffer, finite))
     finally:
         writer.close()
+        ring.close()
     journal.close()
     return time.perf_counter() - begun
 

@@ -11,7 +11,9 @@ import weakref
 logger = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-NEVER, LARGEST_FROM_HEAP = -1, 1 << 30
+NEVER = -1
+# Releases of glibc that follow mallopt(3) to the letter allow the second at most.
+LARGEST_FROM_HEAP = (1 << 30, 32 << 20)
 
 
 def keep_heap() -> None:
@@ -20,8 +22,9 @@ def keep_heap() -> None:
     (docs/performance.md). mallopt(3); another C library stays as it is."""
     with contextlib.suppress(AttributeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
-        libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+        # Not the second without the first: it fixes the threshold where it is, at 128 KiB.
+        if any(libc.mallopt(M_MMAP_THRESHOLD, size) for size in LARGEST_FROM_HEAP):
+            libc.mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
 def anonymous(nbytes: int) -> mmap.mmap:

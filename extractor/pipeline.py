@@ -199,6 +199,7 @@ def _work(
         return int(world.hear("answer", watch.check))
     store = lead.store if lead else PreparedStore.open(Path(job.store))
     batches = lead.plan if lead else read_plan(job.plan)
+    layout = lead.layout if lead else make_layout(config, spec, job.stored, job.dtype, store)
     mark = time.perf_counter()
     index, count = config.shard_index
     prefix = "" if count == 1 else f"s{index}of{count}-"
@@ -208,7 +209,7 @@ def _work(
         watch,
         store=store,
         batches=batches,
-        layout=make_layout(config, spec, job.stored, job.dtype, store),
+        layout=layout,
         budget=budget,
         output=config.output,
         journal=f"{prefix}{place.replica:04d}.jsonl",

@@ -13,6 +13,7 @@ import torch
 
 from extractor import pages
 from extractor.errors import RunError
+from extractor.memory import GIB
 
 WAIT_SECONDS = 0.2  # how often who waits for a buffer looks whether all is well
 
@@ -95,7 +96,7 @@ class PageLock:
         self._join()
         if self._error is not None:
             raise RunError(
-                f"CUDA cannot lock {len(self._memory) / (1 << 30):.2f} GiB of host memory "
+                f"CUDA cannot lock {len(self._memory) / GIB:.2f} GiB of host memory "
                 f"({self._error}): use a smaller --batch-tokens or --host-memory"
             ) from self._error
 
@@ -240,7 +241,7 @@ class HostRing:
             buffer = HostBuffer(nbytes, self._pinned, number)
         except (OSError, RuntimeError) as error:
             raise RunError(
-                f"no host memory for a buffer of {nbytes / (1 << 30):.2f} GiB ({error}): use a smaller "
+                f"no host memory for a buffer of {nbytes / GIB:.2f} GiB ({error}): use a smaller "
                 "--batch-tokens or --host-memory"
             ) from error
         if number is not None:

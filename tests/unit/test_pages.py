@@ -1,9 +1,12 @@
 """What the C library does with memory that is freed."""
 
+import ctypes
 import subprocess
 import sys
 
 import pytest
+
+from extractor import pages
 
 FAULTS = """
 import resource, sys, torch
@@ -30,3 +33,27 @@ def test_pages_of_freed_memory_are_kept(how: str, least: int, most: int) -> None
         [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True
     )
     assert least <= int(done.stdout) <= most
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked"),
+    [
+        (1 << 31, [(-3, 1 << 30), (-1, -1)]),
+        (32 << 20, [(-3, 1 << 30), (-3, 32 << 20), (-1, -1)]),
+        (0, [(-3, 1 << 30), (-3, 32 << 20)]),
+    ],
+)
+def test_a_libc_that_allows_less(
+    limit: int, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trimming alone must not be set, or every tensor would be a mapping of its own."""
+    calls: list[tuple[int, int]] = []
+
+    class Libc:
+        def mallopt(self, what: int, value: int) -> int:
+            calls.append((what, value))
+            return int(value <= limit)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc())
+    pages.keep_heap()
+    assert calls == asked

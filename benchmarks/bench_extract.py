@@ -39,7 +39,7 @@ from extractor.layouts import Layout
 from extractor.memory import Budget
 from extractor.model import ModelSpec
 from extractor.plan import Plan
-from extractor.pump import follow, write_batches
+from extractor.pump import Writing, follow, write_batches
 from extractor.records import Batch, CapturedBatch
 from extractor.ring import HostRing
 from extractor.signals import StopSignals
@@ -113,6 +113,12 @@ class Load:
     @property
     def tokens(self) -> int:
         return sum(batch.num_tokens for batch in self.batches)
+
+    def begin_writing(self, device: torch.device) -> Writing | None:
+        """On the writer."""
+        if self.store is None or self.order is None or self.layout is None:
+            return None
+        return Writing.begin(self.store, self.order, self.layout, self.budget, device)
 
 
 def prepare_load(args: argparse.Namespace, place: Place, device: torch.device, work: Path) -> Load:
@@ -218,37 +224,34 @@ class Bench:
     def whole(self, output: Path) -> Timed:
         self.engine.mark(self._states)
         timed = TimedEngine(cast(Engine, self.engine), self.device)
-        if self.load.layout is not None:  # before the others' clocks begin
+        writing = self.load.begin_writing(self.device)
+        if writing is not None:  # before the others' clocks begin
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
+            writing.ring.wait_until_ready()  # as they are once a model is loaded
         self._all_here()
         mark = time.perf_counter()
-        if self.load.layout is None:
+        if writing is None:
             ear = Listening(self.world)
             follow(cast(Engine, timed), cast(World, ear), self._watch)
             _synchronize(self.device)
             seconds = time.perf_counter() - mark
             return Timed(seconds, _shares(timed, seconds) | {"for_writer": round(ear.seconds, 2)})
-        return self._write(timed, self.load.layout, output)
+        return self._write(timed, writing, output)
 
-    def _write(self, timed: TimedEngine, layout: Layout, output: Path) -> Timed:
-        store, order = self.load.store, self.load.order
-        assert store is not None and order is not None
+    def _write(self, timed: TimedEngine, writing: Writing, output: Path) -> Timed:
         _, wrote = write_batches(
             cast(Engine, timed),
             self.world,
             self._watch,
-            store=store,
-            batches=order,
-            layout=layout,
-            budget=self.load.budget,
+            writing,
             output=output,
             journal="0000.jsonl",
             threads=self._writers,
             counter=f"batch{next(self._turns)}",
         )
-        if wrote["samples"] != len(store.lengths):
-            sys.exit(f"stopped after {wrote['samples']} samples of {len(store.lengths)}")
+        if wrote["samples"] != len(writing.store.lengths):
+            sys.exit(f"stopped after {wrote['samples']} samples of {len(writing.store.lengths)}")
         seconds = wrote["seconds"]
         numbers = _shares(timed, seconds) | {"writing": wrote["writing"]}
         return Timed(seconds, numbers, wrote["bytes"], wrote["waits"])

@@ -77,11 +77,12 @@ def write(
             )
             buffer = ring.acquire(nbytes, writer.check)
             writer.submit(StagedBatch(Batch.of(number, samples), planes, buffer, finite))
+        writer.drain()
+        return time.perf_counter() - begun
     finally:
         writer.close()
         ring.close()
-    journal.close()
-    return time.perf_counter() - begun
+        journal.close()
 
 
 def main() -> None:

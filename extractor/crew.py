@@ -47,6 +47,7 @@ class Crew:
         self._closing = False
         self._looked = time.monotonic()
         self._changed = threading.Condition()  # how many there are, or are ready
+        self._settled = threading.Event()  # and will be no more orders
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
         try:
@@ -86,10 +87,15 @@ class Crew:
                 )
             )
 
-    def close(self) -> None:
-        """Wait until all orders are settled, and end the processes."""
+    def drain(self) -> None:
+        """Wait until all orders are settled; the processes end meanwhile. No orders after that."""
         self._closing = True
         self._look_up()
+        self._settled.wait()
+
+    def close(self) -> None:
+        """The same, and wait until the processes have ended. Once."""
+        self.drain()
         self._thread.join()
         os.close(self._wake)
 
@@ -103,6 +109,7 @@ class Crew:
                 self._start_those_wanted()
                 self._hand_out()
                 if self._closing and not self._orders and not self._is_writing():
+                    self._settled.set()
                     break
                 self._hear()
                 self._look_after_them()
@@ -120,6 +127,7 @@ class Crew:
         for order in [*self._orders, *(order for p in self._processes for order in p.orders)]:
             order.settle(Outcome([]))  # after an error
         self._orders.clear()
+        self._settled.set()
         with self._changed:
             self._processes.clear()
             self._wanted = 0

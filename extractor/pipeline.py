@@ -22,7 +22,7 @@ from extractor.lead import Job, Lead, check_count, finish, hear_job, lead_and_te
 from extractor.memory import Budget
 from extractor.model import ModelSpec
 from extractor.progress import say
-from extractor.pump import follow, write_batches
+from extractor.pump import Writing, follow, write_batches
 from extractor.run_record import mark_end, run_path
 from extractor.signals import Stopped, StopSignals
 from extractor.states import States
@@ -166,6 +166,7 @@ def _work(
     watch.enter("load")
     _together(world, JOIN, watch)
     world.join_replica(device)  # in C code, where each waits for all: not interrupted
+    writing = _begin_writing(config, device, job, lead, spec, budget) if place.is_writer else None
     with watch.stop.interrupting():
         engine = backend.build(
             spec,
@@ -193,13 +194,10 @@ def _work(
         lead.run["self_check"] = asdict(proof) if proof else None
         lead.run["engine"] = engine.info.details
         write_run(lead.run_path, lead.run)
-    if not place.is_writer:
+    if writing is None:
         follow(engine, world, watch)
         watch.stop.drained()
         return int(world.hear("answer", watch.check))
-    store = lead.store if lead else PreparedStore.open(Path(job.store))
-    batches = lead.plan if lead else read_plan(job.plan)
-    layout = lead.layout if lead else make_layout(config, spec, job.stored, job.dtype, store)
     mark = time.perf_counter()
     index, count = config.shard_index
     prefix = "" if count == 1 else f"s{index}of{count}-"
@@ -207,10 +205,7 @@ def _work(
         engine,
         world,
         watch,
-        store=store,
-        batches=batches,
-        layout=layout,
-        budget=budget,
+        writing,
         output=config.output,
         journal=f"{prefix}{place.replica:04d}.jsonl",
         durability=config.durability,
@@ -227,6 +222,23 @@ def _work(
     code = finish(lead, "stopped" if any(r["stopped"] for r in results) else "complete")
     world.tell("answer", code)
     return code
+
+
+def _begin_writing(
+    config: ExtractConfig,
+    device: torch.device,
+    job: Job,
+    lead: Lead | None,
+    spec: ModelSpec,
+    budget: Budget,
+) -> Writing:
+    """A writer's rows, batches and layout, as rank 0 has them or from what it told."""
+    if lead is not None:
+        store, batches, layout = lead.store, lead.plan, lead.layout
+    else:
+        store, batches = PreparedStore.open(Path(job.store)), read_plan(job.plan)
+        layout = make_layout(config, spec, job.stored, job.dtype, store)
+    return Writing.begin(store, batches, layout, budget, device)
 
 
 def _together(world: World, what: str, watch: Watch) -> None:

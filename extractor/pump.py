@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,48 @@ MOST_WRITERS = 16
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """What a writer is to write, and the buffers for it.
+
+    Attributes:
+        batches: all of them, of all replicas.
+        ring: of budget's slots, or of fewer when there are fewer batches.
+    """
+
+    store: PreparedStore
+    batches: Plan
+    layout: Layout
+    budget: Budget
+    ring: HostRing
+
+    @classmethod
+    def begin(
+        cls,
+        store: PreparedStore,
+        batches: Plan,
+        layout: Layout,
+        budget: Budget,
+        device: torch.device,
+    ) -> "Writing":
+        """Buffers are found and page-locked from now on, in threads: a large one takes as long as a
+        pass, so this is for before the model is loaded. Raises RunError where there is no memory."""
+        # What threads write is not shared: shared memory is slower to come by.
+        shared = uses_processes(device) and isinstance(layout, Framed) and pages.can_share()
+        slots = max(min(budget.slots, len(batches)), 1)
+        ring = HostRing(budget.slot_bytes, slots, pinned=device.type == "cuda", shared=shared)
+        sizes = batches.tokens(store.lengths)
+        if len(sizes) and sizes[0] <= budget.max_tokens:  # or a longer one would take their place
+            ring.make_all_ready()
+        return cls(store=store, batches=batches, layout=layout, budget=budget, ring=ring)
+
+
 def write_batches(
     engine: Engine,
     world: World,
     watch: Watch,
+    writing: Writing,
     *,
-    store: PreparedStore,
-    batches: Plan,
-    layout: Layout,
-    budget: Budget,
     output: Path,
     journal: str,
     durability: Durability = "none",
@@ -58,7 +91,6 @@ def write_batches(
     """Write this replica's share of the batches.
 
     Args:
-        batches: all of them, of all replicas.
         journal: name of this writer's.
         threads: or processes, that write files; None for as many as it takes, up to the cores and
             MOST_WRITERS.
@@ -68,15 +100,8 @@ def write_batches(
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     device = engine.info.device
-    # What threads write is not shared: shared memory is slower to come by.
-    processes = uses_processes(device) and isinstance(layout, Framed) and pages.can_share()
-    sizes = batches.tokens(store.lengths)
-    memory = HostMemory(budget.host_bytes)
-    # No more of them than batches: each is filled with zeros before it is used.
-    slots = max(min(budget.slots, len(batches)), 1)
-    ring = HostRing(budget.slot_bytes, slots, pinned=device.type == "cuda", shared=processes)
-    if len(sizes) and sizes[0] <= budget.max_tokens:
-        ring.make_one_ready()  # while processes start and the first batch is made
+    store, batches, layout, ring = writing.store, writing.batches, writing.layout, writing.ring
+    memory = HostMemory(writing.budget.host_bytes, resident_bytes() - ring.private_bytes)
     lines = Journal(output / JOURNAL / journal, sync=durability != "none")
     writer = Writer(
         output,
@@ -85,11 +110,12 @@ def write_batches(
         layout=layout,
         threads=threads or min(MOST_WRITERS, max(len(os.sched_getaffinity(0)), 2)),
         at_once=threads is not None,
-        processes=processes,
+        processes=ring.is_shared,
         durability=durability,
         landing=watch.step,
     )
-    line = ProgressLine("extracting", int(sizes.sum()), "token", quiet=world.place.rank != 0)
+    total = int(batches.tokens(store.lengths).sum())
+    line = ProgressLine("extracting", total, "token", quiet=world.place.rank != 0)
     waits, timeline = Waits(), Timeline()
 
     def numbers() -> Iterator[int]:
@@ -122,12 +148,15 @@ def write_batches(
             watch,
             step,
         )
+        seconds = time.perf_counter() - begun
     finally:
         source.close()
         line.close()
+        # The samples are written; that buffers and who maps them are gone takes a while yet.
+        with contextlib.suppress(RunError):  # raised above
+            writer.close()
         ring.close()
     lines.close()
-    seconds = time.perf_counter() - begun
     progress = writer.progress
     return stopped, {
         "replica": world.place.replica,
@@ -184,12 +213,12 @@ class HostMemory:
 
     Attributes:
         bound: the most that states in flight may take.
-        before: of the process before its first buffer: libraries, and what the model left there.
-        most: of the process at any batch since.
+        before: of the process without its buffers: libraries, and what the model left there.
+        most: of the process, with its buffers, at any batch since.
     """
 
     bound: int
-    before: int = field(default_factory=resident_bytes)
+    before: int
     most: int = 0
 
     def look(self, ring: HostRing) -> None:
@@ -267,7 +296,7 @@ def pump(
             on_step()
         world.share_batch(None)
     finally:
-        writer.close()
+        writer.drain()
     on_step()
     return stopped
 

@@ -174,15 +174,23 @@ class HostRing:
         self.make_one_ready()
         return buffer
 
+    def make_all_ready(self) -> None:
+        """All slots that there is room for, each page-locked in a thread of its own: for the time in
+        which nothing waits for them yet."""
+        while self._add_slot():
+            pass
+
     def make_one_ready(self) -> None:
         """A slot beyond those in use, if there is room, so that the next batch finds it page-locked."""
         with self._changed:
-            if self._free or self._bytes + self.slot_bytes > self._most_bytes:
-                return
-            self._bytes += self.slot_bytes
-        buffer = self._make(self.slot_bytes)
-        with self._changed:
-            self._free.insert(0, buffer)  # those that have been used go first
+            has_one = bool(self._free)
+        if not has_one:
+            self._add_slot()
+
+    def wait_until_ready(self) -> None:
+        """Until the slots that are free are page-locked: for a benchmark's clock."""
+        for buffer in list(self._free):
+            buffer.wait_until_locked()
 
     def release(self, buffer: HostBuffer) -> None:
         """Nobody reads or writes it any more."""
@@ -211,9 +219,19 @@ class HostRing:
         return min(list(self._shared_numbers), default=0)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other processes can map its slots."""
+        return self._shared
+
+    @property
     def shared_bytes(self) -> int:
         """Of the slots there are now that other processes can map."""
         return len(self._shared_numbers) * self.slot_bytes
+
+    @property
+    def private_bytes(self) -> int:
+        """Of page-locked buffers that they cannot map; others take memory only once they are filled."""
+        return self._bytes - self.shared_bytes if self._pinned else 0
 
     def _fits(self, size: int) -> bool:
         """In the place of slots that are free, or alone."""
@@ -233,6 +251,17 @@ class HostRing:
     def _forget(self, slots: list[HostBuffer]) -> None:
         self._bytes -= len(slots) * self.slot_bytes
         self._shared_numbers.difference_update(each.slot.number for each in slots if each.slot)
+
+    def _add_slot(self) -> bool:
+        """A free one, if there is room; whether there was."""
+        with self._changed:
+            if self._bytes + self.slot_bytes > self._most_bytes:
+                return False
+            self._bytes += self.slot_bytes
+        buffer = self._make(self.slot_bytes)
+        with self._changed:
+            self._free.insert(0, buffer)  # those that were made first go first
+        return True
 
     def _make(self, nbytes: int) -> HostBuffer:
         slot = self._shared and nbytes == self.slot_bytes

@@ -121,6 +121,7 @@ class Writer:
         self.rejects: list[Reject] = []
         self._unwritten, self._busy, self._busy_since = 0, 0.0, 0.0
         self._error: BaseException | None = None
+        self._drained = False
         self._lock = threading.Lock()
         self._batches: queue.SimpleQueue[StagedBatch | None] = queue.SimpleQueue()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -152,21 +153,31 @@ class Writer:
         self.check()
         self._batches.put(staged)
 
-    def close(self) -> None:
-        """Wait until all is written, then raise what check() raises."""
-        self._batches.put(None)
-        while self._arrivals.is_alive():
-            self._help()
-            self._arrivals.join(timeout=0.01)
-        if self._crew is not None:
-            self._crew.close()
-        while self._help():  # no model to take the interpreter from any more
-            pass
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
+    def drain(self) -> None:
+        """Wait until all is written, then raise what check() raises. The last but close()."""
+        if not self._drained:
+            self._drained = True
+            self._batches.put(None)
+            while self._arrivals.is_alive():
+                self._help()
+                self._arrivals.join(timeout=0.01)
+            if self._crew is not None:
+                self._crew.drain()
+            while self._help():  # no model to take the interpreter from any more
+                pass
+            for _ in self._threads:
+                self._tasks.put(None)
+            for thread in self._threads:
+                thread.join()
         self.check()
+
+    def close(self) -> None:
+        """The same, and until its processes have ended, which map whole buffers and take a while."""
+        try:
+            self.drain()
+        finally:
+            if self._crew is not None:
+                self._crew.close()
 
     def busy_seconds(self) -> float:
         """Seconds so far in which a batch that has arrived was not yet written."""

@@ -167,6 +167,25 @@ def test_the_next_buffer_is_locked_while_this_one_is_filled(runtime: Runtime) ->
     assert len(runtime.locked) == 3
 
 
+def test_all_buffers_can_be_locked_beforehand(runtime: Runtime) -> None:
+    """And are given back when a longer batch takes their place."""
+    slot = 1 << 20
+    buffers = HostRing(slot, 3, pinned=True)
+    buffers.make_all_ready()
+    buffers.wait_until_ready()
+    assert len(runtime.locked) == 3 and buffers.private_bytes == 3 * slot
+    held = [buffers.acquire(slot, never) for _ in range(3)]
+    assert take(buffers, 1) is None and len(runtime.locked) == 3
+    for buffer in held:
+        buffers.release(buffer)
+    del buffer, held
+    longer = buffers.acquire(3 * slot, never)
+    longer.wait_until_locked()
+    assert list(runtime.locked.values()) == [3 * slot] and buffers.private_bytes == 3 * slot
+    buffers.release(longer)
+    assert not runtime.wrong
+
+
 def test_who_releases_does_not_wait_for_what_is_unlocked(runtime: Runtime) -> None:
     """Slots that a longer batch takes the place of; or no process would hear of its next files."""
     buffers = HostRing(1 << 16, 4, pinned=True)

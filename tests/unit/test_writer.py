@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -338,6 +339,29 @@ def test_a_process_that_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
         os.kill(stopped, signal.SIGCONT)
     team.close()
     assert len(settled) == 23 and not errors and len(list(tmp_path.glob("*/*"))) == 23
+
+
+def test_all_is_settled_before_the_processes_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their maps of whole buffers take a while to go, which is no time of a run's files."""
+    may_go, join = threading.Event(), writer_process.WriterProcess.join
+
+    def late(process: writer_process.WriterProcess, seconds: float) -> None:
+        may_go.wait(20)
+        join(process, seconds)
+
+    monkeypatch.setattr(writer_process.WriterProcess, "join", late)
+    errors: list[BaseException] = []
+    settled: list[writer_process.Outcome] = []
+    team = crew.Crew(2, 2, lambda: not errors, errors.append)
+    ring = HostRing(1 << 16, 1, pinned=False, shared=True)
+    team.put(orders_of(tmp_path, ring, 5, 100, settled))
+    team.drain()
+    assert len(settled) == 5 and team._thread.is_alive() and not errors
+    may_go.set()
+    team.close()
+    assert not team._thread.is_alive() and not team._processes
 
 
 def wait_for(reached: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -68,6 +68,11 @@ class Crew:
         """How many processes there are, or are about to be."""
         return self._wanted
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes there are now."""
+        return [process.pid for process in list(self._processes)]
+
     def put(self, orders: Iterable[Order]) -> None:
         self._orders.extend(orders)
         self._look_up()

@@ -194,7 +194,7 @@ def _decide(
     stages["plan"] = time.perf_counter() - mark
     say(
         f"{len(lead.plan):,} batches of at most {budget.max_tokens:,} tokens; at most "
-        f"{budget.host_bytes / memory.GIB:.1f} GiB of states in host memory"
+        f"{budget.host_bytes / memory.GIB:.2f} GiB of host memory beside the model's"
     )
     if before is not None:
         importing()

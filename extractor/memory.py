@@ -18,6 +18,9 @@ MOST_TOKENS, LEAST_TOKENS = 65_536, 2_048
 ENOUGH_WORK = 60e12
 MAX_SEQUENCES = 512
 RING_SLOTS = 4
+# Of host memory, what a writer takes beside states: its samples, headers and lines under way, what CUDA
+# loads for the first full batch (50 MiB in all, docs/performance.md), and sixteen processes of 12 MiB.
+BESIDE_STATES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +42,14 @@ class Budget:
     device_bytes: int
 
     @property
-    def host_bytes(self) -> int:
+    def states_bytes(self) -> int:
         """The most that states take in host memory: the ring's, or the longest sample's by itself."""
         return max(self.slot_bytes * self.slots, self.slot_bytes // self.max_tokens * self.longest)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that a writer takes in host memory over what the model does."""
+        return self.states_bytes + BESIDE_STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +197,8 @@ def _sized(ask: Ask, max_tokens: int) -> Budget:
 
 
 def host_need(budget: Budget, ask: Ask, writers: int) -> int:
-    """Bytes of host memory that the writers of one machine fill: each one's states; on a CPU the model
-    too."""
-    states = budget.host_bytes * writers
-    return states + (budget.device_bytes if ask.device == "cpu" else 0)
+    """Bytes of host memory that the writers of one machine fill; on a CPU the model too."""
+    return budget.host_bytes * writers + (budget.device_bytes if ask.device == "cpu" else 0)
 
 
 def lacking(budget: Budget, ask: Ask, free: Room) -> str | None:

@@ -127,7 +127,7 @@ def write_batches(
 
     def step() -> None:
         at, done = time.perf_counter() - begun, writer.progress
-        memory.look(ring)
+        memory.look(ring, writer)
         timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
         line.set(
             done.tokens,
@@ -212,17 +212,21 @@ class HostMemory:
     """A writer's resident memory in bytes.
 
     Attributes:
-        bound: the most that states in flight may take.
+        bound: the most that `most` may be over `before` (Budget.host_bytes).
         before: of the process without its buffers: libraries, and what the model left there.
-        most: of the process, with its buffers, at any batch since.
+        most: of the process, with its buffers and writer processes, at any batch since.
     """
 
     bound: int
     before: int
     most: int = 0
 
-    def look(self, ring: HostRing) -> None:
-        self.most = max(self.most, resident_bytes() + ring.shared_bytes)
+    def look(self, ring: HostRing, writer: Writer) -> None:
+        nbytes = resident_bytes() + ring.shared_bytes
+        for pid in writer.pids:
+            with contextlib.suppress(OSError):  # it is gone
+                nbytes += resident_bytes(pid)
+        self.most = max(self.most, nbytes)
 
 
 def uses_processes(device: torch.device) -> bool:

@@ -179,6 +179,11 @@ class Writer:
             if self._crew is not None:
                 self._crew.close()
 
+    @property
+    def pids(self) -> list[int]:
+        """Of its processes."""
+        return [] if self._crew is None else self._crew.pids
+
     def busy_seconds(self) -> float:
         """Seconds so far in which a batch that has arrived was not yet written."""
         with self._lock:

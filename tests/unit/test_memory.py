@@ -82,13 +82,13 @@ def test_where_halving_does_not_help_the_default_is_complained_about() -> None:
 def test_a_small_host_ring_keeps_its_slots() -> None:
     budget = sized(host_gib=0.5)
     assert budget.slots == RING_SLOTS and budget.max_tokens == 16_384
-    assert budget.host_bytes <= 0.5 * GIB
+    assert budget.states_bytes <= 0.5 * GIB
 
 
 def test_every_writer_of_a_machine_has_a_ring() -> None:
     alone, eight = (Room(device=None, host=3 * GIB, writers=count) for count in (1, 8))
     budget = sized(alone)
-    assert budget.max_tokens == 65_536 and budget.host_bytes == 2 * GIB
+    assert budget.max_tokens == 65_536 and budget.states_bytes == 2 * GIB
     assert "too little host memory" in str(lacking(budget, ask(), eight))
     assert sized(eight).host_bytes * 8 <= 3 * GIB
 

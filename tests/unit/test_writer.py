@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.durability import BATCH, write
-from extractor import crew, files, pages, scribe, writer, writer_process
+from extractor import crew, files, pages, pump, scribe, writer, writer_process
 from extractor.errors import RunError
 from extractor.files import write_files
 from extractor.journal import JOURNAL, Journal, read_entries
@@ -362,6 +362,24 @@ def test_all_is_settled_before_the_processes_are_gone(
     may_go.set()
     team.close()
     assert not team._thread.is_alive() and not team._processes
+
+
+def test_a_runs_memory_has_its_processes_in_it(tmp_path: Path) -> None:
+    ring = HostRing(1 << 20, 2, pinned=False, shared=True)
+    lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
+    layout = make_layout("native", samples=make_samples())
+    team = writer.Writer(
+        tmp_path, lines, ring, layout=layout, threads=3, at_once=True, processes=True
+    )
+    team.wait_until_ready()
+    ring.make_all_ready()
+    seen = pump.HostMemory(bound=0, before=0)
+    seen.look(ring, team)
+    alone = pump.resident_bytes()
+    team.close()
+    lines.close()
+    each = (seen.most - alone - (2 << 20)) / 3
+    assert 4 << 20 < each < 40 << 20 and not team.pids
 
 
 def wait_for(reached: Callable[[], bool], seconds: float = 20.0) -> None:

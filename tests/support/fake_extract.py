@@ -6,18 +6,29 @@ usage: fake_extract.py [--faults JSON] [--log FILE] FLAGS_OF_EXTRACT
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from extractor import pipeline, wanted
-from extractor.cli import outcome
-from tests.support import faulty_writer
-from tests.support.fake_engine import FakeBackend
-from tests.support.faults import Fault, Faults, from_json
+from extractor.signals import StopSignals
+
+if TYPE_CHECKING:
+    from tests.support.faults import Fault
 
 
-def run(argv: Sequence[str], faults: Sequence[Fault] = (), log: Path | None = None) -> int:
+def run(
+    argv: Sequence[str],
+    faults: Sequence["Fault"] = (),
+    log: Path | None = None,
+    stop: StopSignals | None = None,
+) -> int:
     """The exit code of one rank, which torchrun's variables describe."""
+    from extractor import pipeline, wanted
+    from extractor.cli import outcome
+    from tests.support import faulty_writer
+    from tests.support.fake_engine import FakeBackend
+    from tests.support.faults import Faults
+
     here = Faults(faults, log)
     backend = FakeBackend(here.before_pass, here.on_load, here.on_import)
     real = wanted.prepare
@@ -29,10 +40,14 @@ def run(argv: Sequence[str], faults: Sequence[Fault] = (), log: Path | None = No
     wanted.prepare = slow_prepare  # pyright: ignore
     if any(fault.kind == "processes" for fault in faults):
         faulty_writer.use(faults, log)
-    return outcome(lambda: pipeline.extract(argv, backend=backend))
+    return outcome(lambda: pipeline.extract(argv, backend=backend, stop=stop))
 
 
 def main() -> None:
+    # Before the imports, as in extractor.cli: on a busy machine another rank may be at work already.
+    stop = StopSignals()
+    from tests.support.faults import from_json
+
     argv = sys.argv[1:]
     faults: list[Fault] = []
     log: Path | None = None
@@ -42,7 +57,7 @@ def main() -> None:
             faults = from_json(value)
         else:
             log = Path(value)
-    sys.exit(run(argv, faults, log))
+    sys.exit(run(argv, faults, log, stop))
 
 
 if __name__ == "__main__":

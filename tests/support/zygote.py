@@ -170,7 +170,9 @@ class Zygote:
 
 
 def _serve() -> None:
-    from tests.support import fake_extract  # noqa: F401  (the imports that are paid once)
+    # The imports that are paid once.
+    from extractor import pipeline  # noqa: F401
+    from tests.support import fake_engine, fake_extract, faulty_writer  # noqa: F401
 
     ended: dict[int, int] = {}
     for line in sys.stdin:

@@ -298,7 +298,7 @@ def run(
     )
     loaded = time.perf_counter()
     bench = Bench(engine, world, device, load, states, args.writers)
-    bench.bare(), bench.whole(output)  # kernels are compiled and buffers pinned once; not counted
+    bench.bare(), bench.whole(output)  # kernels are compiled; not counted
     runs: list[dict[str, Any]] = []
     for number in range(args.repeats):
         bare_seconds, timed = bench.bare(), bench.whole(output)

@@ -4,6 +4,7 @@ usage: durability.py FOLDER [--samples N] [--kib SIZE_OF_ONE]; the last line is 
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from extractor.errors import RunError
 from extractor.files import Durability
 from extractor.journal import JOURNAL, Journal
 from extractor.layouts.native import Native
@@ -80,7 +82,8 @@ def write(
         writer.drain()
         return time.perf_counter() - begun
     finally:
-        writer.close()
+        with contextlib.suppress(RunError):  # raised above
+            writer.close()
         ring.close()
         journal.close()
 

@@ -47,7 +47,7 @@ class Crew:
         self._closing = False
         self._looked = time.monotonic()
         self._changed = threading.Condition()  # how many there are, or are ready
-        self._settled = threading.Event()  # and will be no more orders
+        self._settled = threading.Event()  # all that was put, and nothing will be put any more
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
         try:
@@ -93,13 +93,13 @@ class Crew:
             )
 
     def drain(self) -> None:
-        """Wait until all orders are settled; the processes end meanwhile. No orders after that."""
+        """Wait until all orders are settled; the processes begin to end. Nothing may be put after it."""
         self._closing = True
         self._look_up()
         self._settled.wait()
 
     def close(self) -> None:
-        """The same, and wait until the processes have ended. Once."""
+        """The same, and wait until the processes have ended. Nothing may be called after it."""
         self.drain()
         self._thread.join()
         os.close(self._wake)
@@ -124,20 +124,22 @@ class Crew:
             self._end()
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.hang_up()
-        end = time.monotonic() + END_SECONDS
-        for process in self._processes:
-            process.join(max(end - time.monotonic(), 0.0))
-        for order in [*self._orders, *(order for p in self._processes for order in p.orders)]:
-            order.settle(Outcome([]))  # after an error
-        self._orders.clear()
-        self._settled.set()
-        with self._changed:
-            self._processes.clear()
-            self._wanted = 0
-            self._changed.notify_all()
-        self._selector.close()
+        try:
+            for process in self._processes:
+                process.hang_up()
+            end = time.monotonic() + END_SECONDS
+            for process in self._processes:
+                process.join(max(end - time.monotonic(), 0.0))
+            for order in [*self._orders, *(order for p in self._processes for order in p.orders)]:
+                order.settle(Outcome([]))  # after an error
+            self._orders.clear()
+        finally:  # or who drains would wait for ever
+            self._settled.set()
+            with self._changed:
+                self._processes.clear()
+                self._wanted = 0
+                self._changed.notify_all()
+            self._selector.close()
 
     def _is_writing(self) -> bool:
         return any(process.orders for process in self._processes)

@@ -18,9 +18,10 @@ MOST_TOKENS, LEAST_TOKENS = 65_536, 2_048
 ENOUGH_WORK = 60e12
 MAX_SEQUENCES = 512
 RING_SLOTS = 4
-# Of host memory, what a writer takes beside states: its samples, headers and lines under way, what CUDA
-# loads for the first full batch (50 MiB in all, docs/performance.md), and sixteen processes of 12 MiB.
-BESIDE_STATES = 256 << 20
+MOST_WRITERS = 16  # files written at a time by one writer, unless --writers says another number
+# Of host memory, what a writer takes beside states: samples, headers and lines under way, and what CUDA
+# loads for the first full batch, 50 MiB on an H200 (docs/performance.md); and each of its processes.
+WRITER_BYTES, PROCESS_BYTES = 128 << 20, 12 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Budget:
         max_tokens, max_sequences: of one batch.
         longest: tokens of the longest sample.
         slot_bytes, slots: the host ring.
+        beside_bytes: of host memory, what a writer takes beside states, at most.
         device_bytes: estimated need of one rank: weights, keys and values, states, activations.
     """
 
@@ -39,6 +41,7 @@ class Budget:
     longest: int
     slot_bytes: int
     slots: int
+    beside_bytes: int
     device_bytes: int
 
     @property
@@ -49,7 +52,7 @@ class Budget:
     @property
     def host_bytes(self) -> int:
         """The most that a writer takes in host memory over what the model does."""
-        return self.states_bytes + BESIDE_STATES
+        return self.states_bytes + self.beside_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,8 @@ class Ask:
         longest: tokens of the longest sample.
         batch_tokens, host_gib: --batch-tokens and --host-memory; None for the default.
         topk: of --topk-logits.
+        writers: files written at a time.
+        copied: a file is put together in memory before it is written.
     """
 
     spec: ModelSpec
@@ -130,6 +135,8 @@ class Ask:
     batch_tokens: int | None = None
     host_gib: float | None = None
     topk: int = 0
+    writers: int = MOST_WRITERS
+    copied: bool = False
 
 
 def needs(ask: Ask, max_tokens: int) -> Needs:
@@ -192,8 +199,17 @@ def _sized(ask: Ask, max_tokens: int) -> Budget:
         longest=ask.longest,
         slot_bytes=slot_bytes,
         slots=slots,
+        beside_bytes=_beside(ask, slot_bytes * slots),
         device_bytes=needs(ask, max_tokens).total,
     )
+
+
+def _beside(ask: Ask, ring_bytes: int) -> int:
+    """Budget.beside_bytes."""
+    if ask.copied:
+        sample = ask.row_bytes * ask.longest
+        return WRITER_BYTES + min(max(ring_bytes, sample), ask.writers * sample)
+    return WRITER_BYTES + (ask.writers * PROCESS_BYTES if ask.device == "cuda" else 0)
 
 
 def host_need(budget: Budget, ask: Ask, writers: int) -> int:

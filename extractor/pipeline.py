@@ -211,7 +211,6 @@ def _work(
         durability=config.durability,
         threads=config.writers,
     )
-    watch.stop.drained()
     world.tell(f"done/{place.replica}", {**stats, "stopped": stopped})
     if lead is None:
         return int(world.hear("answer", watch.check))

@@ -22,7 +22,7 @@ from extractor.files import Durability
 from extractor.journal import JOURNAL, Journal
 from extractor.layouts import Layout
 from extractor.layouts.framed import Framed
-from extractor.memory import Budget
+from extractor.memory import MOST_WRITERS, RING_SLOTS, Budget
 from extractor.plan import Plan
 from extractor.progress import ProgressLine, Timeline
 from extractor.records import Batch
@@ -36,7 +36,7 @@ from extractor.writer import Writer
 # The loop launches hundreds of kernels a batch and asks for the interpreter at each: a thread that kept
 # it for the usual 5 ms would starve the device.
 SWITCH_SECONDS = 0.0005
-MOST_WRITERS = 16
+LOOK_SECONDS = 0.25
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -70,9 +70,10 @@ class Writing:
         shared = uses_processes(device) and isinstance(layout, Framed) and pages.can_share()
         slots = max(min(budget.slots, len(batches)), 1)
         ring = HostRing(budget.slot_bytes, slots, pinned=device.type == "cuda", shared=shared)
-        sizes = batches.tokens(store.lengths)
-        if len(sizes) and sizes[0] <= budget.max_tokens:  # or a longer one would take their place
-            ring.make_all_ready()
+        longest = int(batches.tokens(store.lengths).max(initial=0))
+        # A batch longer than a slot takes the place of some.
+        displaced = -(-longest // budget.max_tokens) if longest > budget.max_tokens else 0
+        ring.make_ready(min(slots, RING_SLOTS) - displaced)
         return cls(store=store, batches=batches, layout=layout, budget=budget, ring=ring)
 
 
@@ -93,7 +94,7 @@ def write_batches(
     Args:
         journal: name of this writer's.
         threads: or processes, that write files; None for as many as it takes, up to the cores and
-            MOST_WRITERS.
+            MOST_WRITERS (memory.py).
         counter: in torchrun's store, from which replicas take numbers of batches.
 
     Returns whether a signal stopped it, and what run.json says of it. Raises what pump raises.
@@ -101,6 +102,8 @@ def write_batches(
     sys.setswitchinterval(SWITCH_SECONDS)
     device = engine.info.device
     store, batches, layout, ring = writing.store, writing.batches, writing.layout, writing.ring
+    if not ring.is_shared:  # its pages are this process's own, once they are found
+        ring.wait_until_ready()
     memory = HostMemory(writing.budget.host_bytes, resident_bytes() - ring.private_bytes)
     lines = Journal(output / JOURNAL / journal, sync=durability != "none")
     writer = Writer(
@@ -127,13 +130,17 @@ def write_batches(
 
     def step() -> None:
         at, done = time.perf_counter() - begun, writer.progress
-        memory.look(ring, writer)
+        nonlocal looked
+        if at - looked > LOOK_SECONDS:  # at some of many short steps
+            looked = at
+            memory.look(ring, writer)
         timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
         line.set(
             done.tokens,
             lambda: f"{done.bytes / at / 1e9:.2f} GB/s, waits for {waits.most()}",
         )
 
+    looked = -LOOK_SECONDS
     source = Prefetch(numbers(), make)
     began, begun = time.time(), time.perf_counter()
     try:
@@ -148,15 +155,16 @@ def write_batches(
             watch,
             step,
         )
+        lines.close()
         seconds = time.perf_counter() - begun
+        watch.stop.drained()
     finally:
         source.close()
         line.close()
         # The samples are written; that buffers and who maps them are gone takes a while yet.
-        with contextlib.suppress(RunError):  # raised above
+        with contextlib.suppress(RunError):  # the writer's own, which pump has raised
             writer.close()
         ring.close()
-    lines.close()
     progress = writer.progress
     return stopped, {
         "replica": world.place.replica,
@@ -212,7 +220,8 @@ class HostMemory:
     """A writer's resident memory in bytes.
 
     Attributes:
-        bound: the most that `most` may be over `before` (Budget.host_bytes).
+        bound: the most that `most` may be over `before` (Budget.host_bytes); on a CPU the model's own
+            comes on top.
         before: of the process without its buffers: libraries, and what the model left there.
         most: of the process, with its buffers and writer processes, at any batch since.
     """

@@ -10,7 +10,9 @@ every decoder layer's output, after the final norm. Two rules:
    whole sample's is below WHOLE.
 
 Medians, because single tokens with massive activations are off by a fifth in both programs. For the
-same reason a sample of fewer than FEW tokens is held to identity and SHORT alone: it has no median.
+same reason a sample of fewer than FEW tokens is held to identity and SHORT alone: it has no median; and
+its identity is asked only against states that differ from the named one by more than the second rule
+lets an error be, for a layer may add less to such a token than rounding does.
 """
 
 from dataclasses import dataclass
@@ -177,6 +179,13 @@ def _judge(
     candidates = dict(exact)
     if len(want) > 2:
         candidates["row-1"], candidates["row+1"] = want.roll(1, 0), want.roll(-1, 0)
+    noise_whole = relative(rounded[name], want)
+    if len(want) < FEW:
+        candidates = {
+            key: value
+            for key, value in candidates.items()
+            if key == name or relative(value, want) > max(WHOLE, FACTOR * noise_whole)
+        }
     distances = {key: relative(state, value) for key, value in candidates.items()}
     nearest = min(distances, key=lambda key: distances[key])
     scale = float(((state * want).sum(-1) / want.square().sum(-1)).median())
@@ -190,7 +199,7 @@ def _judge(
         median=median(state, want),
         whole=distances[name],
         noise=median(rounded[name], want),
-        noise_whole=relative(rounded[name], want),
+        noise_whole=noise_whole,
         floor=floor,
     )
 

@@ -174,11 +174,11 @@ class HostRing:
         self.make_one_ready()
         return buffer
 
-    def make_all_ready(self) -> None:
-        """All slots that there is room for, each page-locked in a thread of its own: for the time in
+    def make_ready(self, count: int) -> None:
+        """So many slots, if there is room, each page-locked in a thread of its own: for the time in
         which nothing waits for them yet."""
-        while self._add_slot():
-            pass
+        while count > 0 and self._add_slot():
+            count -= 1
 
     def make_one_ready(self) -> None:
         """A slot beyond those in use, if there is room, so that the next batch finds it page-locked."""
@@ -230,7 +230,8 @@ class HostRing:
 
     @property
     def private_bytes(self) -> int:
-        """Of page-locked buffers that they cannot map; others take memory only once they are filled."""
+        """Of buffers that they cannot map and that take memory before a batch is in them: page-locked
+        ones, once they are."""
         return self._bytes - self.shared_bytes if self._pinned else 0
 
     def _fits(self, size: int) -> bool:

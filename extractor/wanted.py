@@ -11,7 +11,8 @@ from extractor.data.store import PreparedStore
 from extractor.errors import UsageError
 from extractor.layout import DTYPES
 from extractor.layouts import LAYOUTS, Layout, Numbering
-from extractor.memory import Ask
+from extractor.layouts.framed import Framed
+from extractor.memory import MOST_WRITERS, Ask
 from extractor.model import ModelSpec
 from extractor.progress import ProgressLine, say
 from extractor.states import States
@@ -74,6 +75,8 @@ class Wanted:
             batch_tokens=self.config.batch_tokens,
             host_gib=self.config.host_memory,
             topk=layout.topk,
+            writers=self.config.writers or MOST_WRITERS,
+            copied=not isinstance(layout, Framed),
         )
 
 

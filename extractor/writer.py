@@ -154,7 +154,8 @@ class Writer:
         self._batches.put(staged)
 
     def drain(self) -> None:
-        """Wait until all is written, then raise what check() raises. The last but close()."""
+        """Wait until all is written, then raise what check() raises. Nothing may be submitted after it,
+        and close() gives back what is left."""
         if not self._drained:
             self._drained = True
             self._batches.put(None)
@@ -176,8 +177,9 @@ class Writer:
         try:
             self.drain()
         finally:
-            if self._crew is not None:
-                self._crew.close()
+            crew, self._crew = self._crew, None
+            if crew is not None:
+                crew.close()
 
     @property
     def pids(self) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from extractor.config import ExtractConfig, parse
 from extractor.dry_run import dry_run, duration, make_estimate, size, table, weight_bytes
 from extractor.errors import UsageError
-from extractor.memory import BESIDE_STATES
+from extractor.memory import WRITER_BYTES
 from extractor.model import ModelSpec
 from tests.integration.conftest import Bench
 from tests.support.fake_engine import HIDDEN
@@ -102,7 +102,7 @@ def test_every_writer_of_the_machine_counts(bench: Bench, monkeypatch: pytest.Mo
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "3")
     three = make_estimate(config(bench, "--tp=1"))
-    each = 4 * 256 * (len(alone.stored) * HIDDEN * 2) + BESIDE_STATES  # four batches
+    each = 4 * 256 * (len(alone.stored) * HIDDEN * 2) + WRITER_BYTES  # four batches
     assert (alone.writers, three.writers) == (1, 3)
     assert three.host - alone.host == 2 * each
     assert ", 3 writers" in table(three)

@@ -1,13 +1,21 @@
 """The token budget: larger for small models, halved where memory lacks, never where it was asked for."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
+from extractor import plan
+from extractor.data.store import PreparedStore
+from extractor.layouts import Layout
 from extractor.memory import (
     GIB,
+    PROCESS_BYTES,
     RING_SLOTS,
+    WRITER_BYTES,
     Ask,
     Budget,
     Room,
@@ -17,6 +25,7 @@ from extractor.memory import (
     sizes,
 )
 from extractor.model import ModelSpec
+from extractor.pump import Writing
 
 ROW = 8192  # four states of 1,024 values in bfloat16
 PLENTY = Room(device=100 * GIB, host=100 * GIB)
@@ -91,6 +100,42 @@ def test_every_writer_of_a_machine_has_a_ring() -> None:
     assert budget.max_tokens == 65_536 and budget.states_bytes == 2 * GIB
     assert "too little host memory" in str(lacking(budget, ask(), eight))
     assert sized(eight).host_bytes * 8 <= 3 * GIB
+
+
+def test_what_is_taken_beside_states() -> None:
+    alone = sized().beside_bytes
+    assert sized(writers=64).beside_bytes - alone == 48 * PROCESS_BYTES
+    assert sized(device="cpu").beside_bytes == WRITER_BYTES
+    # A copy of each sample that is being written, which are never more than there are states.
+    copied = sized(copied=True, writers=16, longest=2048)
+    assert copied.beside_bytes == WRITER_BYTES + 16 * 2048 * ROW
+    long = sized(copied=True, writers=16, longest=300_000)
+    assert long.states_bytes == 300_000 * ROW == long.beside_bytes - WRITER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("longest", "slots", "ready"),
+    [(100, 4, 4), (100, 9, 4), (101, 4, 2), (350, 4, 0), (900, 4, 0), (250, 9, 1)],
+)
+def test_buffers_that_are_ready_before_the_first_batch(
+    longest: int, slots: int, ready: int
+) -> None:
+    """As many as there are by default, and none that the longest batch would take the place of."""
+    budget = Budget(
+        max_tokens=100,
+        max_sequences=8,
+        longest=longest,
+        slot_bytes=4096,
+        slots=slots,
+        beside_bytes=0,
+        device_bytes=0,
+    )
+    lengths = np.array([longest, *[100] * 12])
+    batches = plan.batches(np.arange(len(lengths)), lengths, 100, 8)
+    store = cast(PreparedStore, SimpleNamespace(lengths=lengths))
+    layout = cast(Layout, None)
+    writing = Writing.begin(store, batches, layout, budget, torch.device("cpu"))
+    assert len(writing.ring._free) == ready
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -171,7 +171,7 @@ def test_all_buffers_can_be_locked_beforehand(runtime: Runtime) -> None:
     """And are given back when a longer batch takes their place."""
     slot = 1 << 20
     buffers = HostRing(slot, 3, pinned=True)
-    buffers.make_all_ready()
+    buffers.make_ready(5)
     buffers.wait_until_ready()
     assert len(runtime.locked) == 3 and buffers.private_bytes == 3 * slot
     held = [buffers.acquire(slot, never) for _ in range(3)]

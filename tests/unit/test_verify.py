@@ -14,7 +14,7 @@ from extractor.errors import UsageError
 from extractor.files import write_whole
 from extractor.journal import RUN, Journal, write_run
 from extractor.records import Sample
-from extractor.reference import Reference, Tensors
+from extractor.reference import FEW, Reference, Tensors, judge
 from extractor.store import Blob, native_metadata, safetensors_header, sample_path
 from extractor.topk import IDS, LOGPROBS
 from extractor.verify import verify
@@ -148,6 +148,24 @@ def test_wrong_states_fail_by_name(
     for (sample, state), verdict in found.items():
         expected = wrong.get(state, "ok") if sample.endswith("1") else "ok"
         assert verdict == expected, (sample, state)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, FEW])
+def test_a_short_sample_of_states_that_rounding_cannot_tell_apart(tokens: int) -> None:
+    """A first token whose activation is so large that a layer adds less to it than bfloat16 rounds off;
+    a layer that can be told is told."""
+    want, other = torch.zeros(tokens, 64), torch.zeros(tokens, 64)
+    want[:, 0] = 1000.0
+    other[:, 0] = 500.0
+    next_layer, rounded = want.clone(), want.clone()
+    next_layer[:, 1], rounded[:, 2] = 3.0, 4.0
+    exact = {"1": want, "2": next_layer, "3": other}
+    between = want.clone()
+    between[:, 1] = 2.0
+    (near,) = judge({"1": between}, exact, {"1": rounded})
+    assert near.good == (tokens < FEW)
+    (wrong,) = judge({"1": other}, exact, {"1": rounded})
+    assert not wrong.good and wrong.nearest == "3"
 
 
 def with_topk(model: Path, x: Tensors, shift: int, off: int, k: int = 6) -> Tensors:

@@ -372,7 +372,7 @@ def test_a_runs_memory_has_its_processes_in_it(tmp_path: Path) -> None:
         tmp_path, lines, ring, layout=layout, threads=3, at_once=True, processes=True
     )
     team.wait_until_ready()
-    ring.make_all_ready()
+    ring.make_ready(2)
     seen = pump.HostMemory(bound=0, before=0)
     seen.look(ring, team)
     alone = pump.resident_bytes()

@@ -73,7 +73,7 @@ class Writing:
         longest = int(batches.tokens(store.lengths).max(initial=0))
         # A batch longer than a slot takes the place of some.
         displaced = -(-longest // budget.max_tokens) if longest > budget.max_tokens else 0
-        ring.make_ready(min(slots, RING_SLOTS) - displaced)
+        ring.make_ready(min(slots - displaced, RING_SLOTS))
         return cls(store=store, batches=batches, layout=layout, budget=budget, ring=ring)
 
 

@@ -115,7 +115,7 @@ def test_what_is_taken_beside_states() -> None:
 
 @pytest.mark.parametrize(
     ("longest", "slots", "ready"),
-    [(100, 4, 4), (100, 9, 4), (101, 4, 2), (350, 4, 0), (900, 4, 0), (250, 9, 1)],
+    [(100, 4, 4), (100, 9, 4), (101, 4, 2), (350, 4, 0), (900, 4, 0), (250, 9, 4), (650, 9, 2)],
 )
 def test_buffers_that_are_ready_before_the_first_batch(
     longest: int, slots: int, ready: int

@@ -4,7 +4,6 @@ usage: durability.py FOLDER [--samples N] [--kib SIZE_OF_ONE]; the last line is 
 """
 
 import argparse
-import contextlib
 import json
 import shutil
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from extractor.errors import RunError
 from extractor.files import Durability
 from extractor.journal import JOURNAL, Journal
 from extractor.layouts.native import Native
@@ -82,8 +80,7 @@ def write(
         writer.drain()
         return time.perf_counter() - begun
     finally:
-        with contextlib.suppress(RunError):  # raised above
-            writer.close()
+        writer.end_processes()
         ring.close()
         journal.close()
 

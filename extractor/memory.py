@@ -1,7 +1,7 @@
 """How many tokens go through the model at a time, and whether the memory is there for it."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -193,22 +193,22 @@ def _sized(ask: Ask, max_tokens: int) -> Budget:
                     f"--host-memory {ask.host_gib}: one token's states take {ask.row_bytes} B"
                 )
             slot_bytes = ask.row_bytes * max_tokens
-    return Budget(
+    budget = Budget(
         max_tokens=max_tokens,
         max_sequences=min(MAX_SEQUENCES, max_tokens),
         longest=ask.longest,
         slot_bytes=slot_bytes,
         slots=slots,
-        beside_bytes=_beside(ask, slot_bytes * slots),
+        beside_bytes=0,
         device_bytes=needs(ask, max_tokens).total,
     )
+    return replace(budget, beside_bytes=_beside(ask, budget.states_bytes))
 
 
-def _beside(ask: Ask, ring_bytes: int) -> int:
+def _beside(ask: Ask, states_bytes: int) -> int:
     """Budget.beside_bytes."""
     if ask.copied:
-        sample = ask.row_bytes * ask.longest
-        return WRITER_BYTES + min(max(ring_bytes, sample), ask.writers * sample)
+        return WRITER_BYTES + min(states_bytes, ask.writers * ask.row_bytes * ask.longest)
     return WRITER_BYTES + (ask.writers * PROCESS_BYTES if ask.device == "cuda" else 0)
 
 

@@ -70,9 +70,9 @@ class Writing:
         shared = uses_processes(device) and isinstance(layout, Framed) and pages.can_share()
         slots = max(min(budget.slots, len(batches)), 1)
         ring = HostRing(budget.slot_bytes, slots, pinned=device.type == "cuda", shared=shared)
-        longest = int(batches.tokens(store.lengths).max(initial=0))
-        # A batch longer than a slot takes the place of some.
-        displaced = -(-longest // budget.max_tokens) if longest > budget.max_tokens else 0
+        # A sample longer than a slot, a batch by itself, takes the place of some.
+        longer = budget.longest > budget.max_tokens
+        displaced = -(-budget.longest // budget.max_tokens) if longer else 0
         ring.make_ready(min(slots - displaced, RING_SLOTS))
         return cls(store=store, batches=batches, layout=layout, budget=budget, ring=ring)
 
@@ -162,8 +162,7 @@ def write_batches(
         source.close()
         line.close()
         # The samples are written; that buffers and who maps them are gone takes a while yet.
-        with contextlib.suppress(RunError):  # the writer's own, which pump has raised
-            writer.close()
+        writer.end_processes()
         ring.close()
     progress = writer.progress
     return stopped, {

@@ -61,7 +61,7 @@ class Judgement:
         if self.tokens < FEW:
             return self.nearest == self.name and self.whole <= SHORT
         median_good = self.median <= max(FACTOR * self.noise, self.floor)
-        whole_good = self.whole <= max(WHOLE, self.floor, FACTOR * self.noise_whole)
+        whole_good = self.whole <= most_whole(self.noise_whole, self.floor)
         return self.nearest == self.name and median_good and whole_good
 
     @property
@@ -69,7 +69,7 @@ class Judgement:
         """ "ok", or what is wrong, and what the state is instead when that can be told."""
         if self.good:
             return "ok"
-        close = max(WHOLE, self.floor, FACTOR * self.noise_whole)
+        close = most_whole(self.noise_whole, self.floor)
         if self.nearest != self.name and self.nearest_whole <= close:
             moved = {"row-1": "this state one row late", "row+1": "this state one row early"}
             return f"WRONG: it is {moved.get(self.nearest, 'state ' + self.nearest)}"
@@ -184,7 +184,7 @@ def _judge(
         candidates = {
             key: value
             for key, value in candidates.items()
-            if key == name or relative(value, want) > max(WHOLE, FACTOR * noise_whole)
+            if key == name or relative(value, want) > most_whole(noise_whole, floor)
         }
     distances = {key: relative(state, value) for key, value in candidates.items()}
     nearest = min(distances, key=lambda key: distances[key])
@@ -228,6 +228,11 @@ def judge_topk(stored: torch.Tensor, exact: Tensors, rounded: Tensors) -> Judgem
         floor=FLOOR_TOPK,
         nearest_whole=relative(stored.exp(), exact[nearest].exp()),
     )
+
+
+def most_whole(noise_whole: float, floor: float) -> float:
+    """The most that a whole sample's relative error may be, by the second rule."""
+    return max(WHOLE, floor, FACTOR * noise_whole)
 
 
 def relative(state: torch.Tensor, want: torch.Tensor) -> float:

@@ -138,7 +138,7 @@ class HostRing:
 
     def __init__(self, slot_bytes: int, slots: int, pinned: bool, shared: bool = False) -> None:
         assert slots >= 1 and slot_bytes >= 1
-        self.slot_bytes, self._pinned, self._shared = slot_bytes, pinned, shared
+        self.slot_bytes, self.is_shared, self._pinned = slot_bytes, shared, pinned
         self._most_bytes = slots * slot_bytes
         self._bytes = 0  # of buffers in flight and free ones
         self._free: list[HostBuffer] = []
@@ -182,13 +182,11 @@ class HostRing:
 
     def make_one_ready(self) -> None:
         """A slot beyond those in use, if there is room, so that the next batch finds it page-locked."""
-        with self._changed:
-            has_one = bool(self._free)
-        if not has_one:
+        if not self._free:
             self._add_slot()
 
     def wait_until_ready(self) -> None:
-        """Until the slots that are free are page-locked: for a benchmark's clock."""
+        """Until the slots that are free are page-locked. Raises RunError when one cannot be."""
         for buffer in list(self._free):
             buffer.wait_until_locked()
 
@@ -217,11 +215,6 @@ class HostRing:
     def oldest_slot(self) -> int:
         """The least number of a slot that there is."""
         return min(list(self._shared_numbers), default=0)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes can map its slots."""
-        return self._shared
 
     @property
     def shared_bytes(self) -> int:
@@ -265,7 +258,7 @@ class HostRing:
         return True
 
     def _make(self, nbytes: int) -> HostBuffer:
-        slot = self._shared and nbytes == self.slot_bytes
+        slot = self.is_shared and nbytes == self.slot_bytes
         number = next(self._numbers) if slot else None
         try:
             buffer = HostBuffer(nbytes, self._pinned, number)

@@ -121,7 +121,6 @@ class Writer:
         self.rejects: list[Reject] = []
         self._unwritten, self._busy, self._busy_since = 0, 0.0, 0.0
         self._error: BaseException | None = None
-        self._drained = False
         self._lock = threading.Lock()
         self._batches: queue.SimpleQueue[StagedBatch | None] = queue.SimpleQueue()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -155,31 +154,33 @@ class Writer:
 
     def drain(self) -> None:
         """Wait until all is written, then raise what check() raises. Nothing may be submitted after it,
-        and close() gives back what is left."""
-        if not self._drained:
-            self._drained = True
-            self._batches.put(None)
-            while self._arrivals.is_alive():
-                self._help()
-                self._arrivals.join(timeout=0.01)
-            if self._crew is not None:
-                self._crew.drain()
-            while self._help():  # no model to take the interpreter from any more
-                pass
-            for _ in self._threads:
-                self._tasks.put(None)
-            for thread in self._threads:
-                thread.join()
+        and end_processes() is still to be called."""
+        self._batches.put(None)
+        while self._arrivals.is_alive():
+            self._help()
+            self._arrivals.join(timeout=0.01)
+        if self._crew is not None:
+            self._crew.drain()
+        while self._help():  # no model to take the interpreter from any more
+            pass
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
         self.check()
 
+    def end_processes(self) -> None:
+        """Wait until they have ended: they map whole buffers, and take a while."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.close()
+
     def close(self) -> None:
-        """The same, and until its processes have ended, which map whole buffers and take a while."""
+        """drain() and end_processes()."""
         try:
             self.drain()
         finally:
-            crew, self._crew = self._crew, None
-            if crew is not None:
-                crew.close()
+            self.end_processes()
 
     @property
     def pids(self) -> list[int]:

@@ -106,6 +106,8 @@ class ExtractConfig(DataConfig):
     """Most GiB of states in host memory at a time; default: four batches."""
     self_check: bool = True
     """Prove the captured layers on a short prompt before the run."""
+    layer_proof: bool = True
+    """Compare a layer of each kind with transformers' own, on the real weights, before the run."""
     dry_run: bool = False
     """Print rows, tokens, batches, bytes on disk and memory, and stop; what was tokenized is kept
     for the run."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class ModelSpec:
         kv_bytes_per_token: keys and values of one token in all layers, in the model's dtype.
         weight_bytes: of the weight files together; 0 when there are none.
         digest: identity of config and weights (see weights_digest).
+        text_config: the language model's part of config.json, as it stands there.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class ModelSpec:
     kv_bytes_per_token: int
     weight_bytes: int
     digest: str
+    text_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def read(cls, model: str) -> "ModelSpec":
@@ -87,6 +89,7 @@ class ModelSpec:
                 kv_bytes_per_token=_kv_bytes_per_token(text),
                 weight_bytes=sum(file.stat().st_size for file in weight_files(path)),
                 digest=weights_digest(path),
+                text_config=text,
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UsageError(f"--model {model}: config.json lacks {error}") from error

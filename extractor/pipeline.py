@@ -186,12 +186,18 @@ def _work(
         loaded = time.perf_counter()
         proof = engine.self_check() if config.self_check else None
         checked = time.perf_counter()
+        compared = engine.layer_proof() if config.layer_proof else None
+        proved = time.perf_counter()
     _together(world, START, watch)
     watch.enter("run")
     if lead:
         lead.stages["load"] = loaded - mark
         lead.stages["self_check"] = checked - loaded
+        lead.stages["layer_proof"] = proved - checked
         lead.run["self_check"] = asdict(proof) if proof else None
+        lead.run["layer_proof"] = asdict(compared) if compared else None
+        if compared:
+            say(str(compared))
         lead.run["engine"] = engine.info.details
         write_run(lead.run_path, lead.run)
     if writing is None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from extractor.engine.layer_proof import LayerProof
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
 from extractor.selfcheck import SelfCheck
@@ -71,6 +72,11 @@ class Engine(Protocol):
 
     def self_check(self) -> SelfCheck | None:
         """Prove that the states are what their names say; None when there is nothing to prove.
+        All tp ranks call it together. Raises RunError."""
+        ...
+
+    def layer_proof(self) -> LayerProof | None:
+        """Compare a layer of each kind with transformers' own; None when there is nothing to compare.
         All tp ranks call it together. Raises RunError."""
         ...
 

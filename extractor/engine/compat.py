@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,7 @@ SYMBOLS: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("sglang.srt.distributed.bootstrap", "init_layer_runtime"): (_NO_PS_SINCE, LAST),
     ("sglang.srt.distributed.parallel_state_wrapper", "ParallelState"): (FIRST, (0, 5, 20)),
     ("sglang.srt.server_args", "add_attention_backend_choices"): (FIRST, LAST),
+    ("sglang.srt.model_loader.loader", "DefaultModelLoader"): (FIRST, LAST),
     ("sglang.srt.models.registry", "ModelRegistry"): (FIRST, LAST),
     ("sglang.srt.layers.moe.fused_moe_native", "moe_forward_native"): (FIRST, LAST),
     ("sglang.srt.layers.logits_processor", "LogitsProcessor"): (FIRST, LAST),
@@ -309,6 +310,30 @@ def skip_absent_experts() -> None:
         return torch.stack(parts).sum(0)
 
     native.moe_forward_native = forward
+
+
+@contextlib.contextmanager
+def loading_through(
+    watch: Callable[[Any, Callable[[Any], Any], Any], Any],
+) -> Iterator[None]:
+    """Within it, SGLang's common loader calls watch(model, load_weights, weights) where it would call
+    the model's load_weights(weights). Other loaders, such as the one of dummy weights, do not."""
+    loader = symbol("sglang.srt.model_loader.loader", "DefaultModelLoader")
+    inner = loader.load_weights_and_postprocess
+
+    def outer(model: Any, weights: Any, target_device: Any) -> None:
+        load = model.load_weights
+        model.load_weights = lambda weights: watch(model, load, weights)
+        try:
+            inner(model, weights, target_device)
+        finally:
+            del model.load_weights
+
+    loader.load_weights_and_postprocess = staticmethod(outer)
+    try:
+        yield
+    finally:
+        loader.load_weights_and_postprocess = staticmethod(inner)
 
 
 def build_runner(args: Any, *, tp_rank: int, gpu_id: int) -> Any:

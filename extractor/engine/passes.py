@@ -13,12 +13,14 @@ class Pass:
         lengths: of its sequences, or of its one sequence's chunk.
         prefix: tokens of that sequence that went before.
         more: whether more of that sequence comes.
+        whole: tokens of that sequence's whole sample; 0 where its sequences are whole themselves.
     """
 
     tokens: slice
     lengths: tuple[int, ...]
     prefix: int = 0
     more: bool = False
+    whole: int = 0
 
 
 def passes_of(lengths: Sequence[int], limit: int) -> Iterator[Pass]:
@@ -36,7 +38,7 @@ def passes_of(lengths: Sequence[int], limit: int) -> Iterator[Pass]:
             for start in range(0, length, limit):
                 count = min(limit, length - start)
                 tokens = slice(end + start, end + start + count)
-                yield Pass(tokens, (count,), start, start + count < length)
+                yield Pass(tokens, (count,), start, start + count < length, length)
             begin = end + length
         end += length
     if waiting:

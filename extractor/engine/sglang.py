@@ -1,6 +1,7 @@
 """SGLang's ModelRunner without a scheduler: weights, attention backend and pools are SGLang's; batches
 are ours, one ForwardBatch a step, without padding, and nothing of one survives into the next."""
 
+import json
 import logging
 import os
 import warnings
@@ -16,8 +17,11 @@ from extractor import pages
 from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
 from extractor.engine.base import Engine, EngineInfo, EngineOptions
-from extractor.engine.passes import passes_of
+from extractor.engine.layer_proof import LayerProof, Limits, ProofPlan, Prover, Trial
+from extractor.engine.passes import Pass, passes_of
+from extractor.engine.rope import SampleRope, unknown_rope
 from extractor.engine.topk import TopK, watch_wrapper
+from extractor.engine.weights import WeightAudit
 from extractor.errors import RunError, UsageError
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
@@ -109,6 +113,8 @@ def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -
                 f"--sglang {name}={value}: not supported here; split the model with --tp, and run "
                 "replicas of it by starting more ranks"
             )
+    if rope := unknown_rope(spec.text_config):
+        raise UsageError(f"{spec.path} has {rope}, whose states are not proved here")
     model_class = compat.model_class(spec.architecture)
     if model_class is None or not compat.has_marks(model_class):
         raise UsageError(
@@ -140,7 +146,9 @@ class SGLangEngine:
         self._longest_pass = options.max_tokens
         self._args = self._server_args(spec, place)
         gpu_id = place.local_rank
-        self._runner = compat.build_runner(self._args, tp_rank=place.tp_rank, gpu_id=gpu_id)
+        audit = WeightAudit()
+        with compat.loading_through(audit.load):
+            self._runner = self._build_runner(place.tp_rank, gpu_id)
         self._runner.alloc_memory_pool()
         self._runner.init_attention_backends()
         self._fusion = compat.prepare_fusion(self._runner, self._args)
@@ -149,7 +157,9 @@ class SGLangEngine:
         backbone = find_backbone(self._runner.model)
         if backbone is None:
             raise UsageError(f"{spec.architecture} has no capture marks where they were expected")
-        self._backbone = backbone
+        self._backbone, self._spec, self._place = backbone, spec, place
+        self._weights = self._settle(audit, place.tp)
+        self._rope = SampleRope(backbone)
         if options.device.type == "cuda" and not options.as_sglang:
             self._own_kernels = self._install_kernels()
         self.capture = self._captured(states)
@@ -159,6 +169,29 @@ class SGLangEngine:
         )
         self._requests = torch.arange(options.max_sequences, dtype=torch.int64, device=device)
         self._topk = self._make_topk(place) if options.topk else None
+
+    def _build_runner(self, tp_rank: int, gpu_id: int) -> Any:
+        """Raises RunError where SGLang refuses the model in a way of its own."""
+        try:
+            return compat.build_runner(self._args, tp_rank=tp_rank, gpu_id=gpu_id)
+        except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+            if self._options.verbose:
+                raise
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise RunError(
+                f"SGLang cannot build {self._args.model_path}: {text}; --verbose shows where"
+            ) from error
+
+    def _settle(self, audit: WeightAudit, ranks: int) -> str:
+        model = self._runner.model
+        prefix = next(name for name, each in model.named_modules() if each is self._backbone)
+        return audit.settle(
+            f"{prefix}." if prefix else "",
+            self._spec.num_layers,
+            bool(self._options.topk),
+            type(model).__name__,
+            ranks,
+        )
 
     def _install_kernels(self) -> dict[str, Any]:
         """Put ours in the place of SGLang's where they are faster; what was done, for run.json."""
@@ -266,6 +299,8 @@ class SGLangEngine:
                 "fused_all_reduce": self._fusion,
                 "kv_writes": "of chunks" if self._skips_kv else "all",
                 "kv_pool_tokens": runner.max_total_num_tokens,
+                "weights": self._weights,
+                "rope_by_sample": self._rope.found,
                 **self._own_kernels,
             },
         )
@@ -288,8 +323,7 @@ class SGLangEngine:
             return self._outputs(self._run(batch.input_ids, batch.lengths))
         parts: dict[str, list[torch.Tensor]] = {}
         for each in passes_of(batch.lengths, self._longest_pass):
-            ids = batch.input_ids[each.tokens]
-            states = self._run(ids, each.lengths, prefix=each.prefix, more=each.more)
+            states = self._run_pass(each, batch.input_ids)
             for name, state in self._outputs(states).items():
                 last = each.tokens.stop == batch.num_tokens
                 parts.setdefault(name, []).append(state if last else state.clone())
@@ -325,6 +359,62 @@ class SGLangEngine:
             return self._run(ids, (len(ids),))
 
         return self_check(run, self._backbone, self.capture.states, self._across_ranks)
+
+    @torch.no_grad()
+    def layer_proof(self) -> LayerProof | None:
+        """Compare a layer of each kind with transformers' (engine/layer_proof.py). All tp ranks call
+        it together: each runs the passes, the first one compares. Raises RunError on every rank."""
+        first = self._place.tp_rank == 0
+        prover = self._prover() if first else None
+        plan: ProofPlan = self._from_first(prover.plan if prover else None)
+        if plan.skipped:
+            return LayerProof(layers={}, skipped=plan.skipped)
+        kept, states = (
+            self._states,
+            States(plan.states(self._spec.num_layers), self._spec.num_layers),
+        )
+        self.mark(states)
+        ids = [self._random_ids(sum(trial.lengths)) for trial in plan.trials]
+        seen = [self._try(trial, tokens) for trial, tokens in zip(plan.trials, ids, strict=True)]
+        self.mark(kept)
+        result: LayerProof | RunError | None = None
+        if prover is not None:
+            config = self._runner.model_config
+            try:
+                result = prover.judge(seen, ids, config.dtype, config.quantization is not None)
+            except RunError as error:
+                result = error
+        result = self._from_first(result)
+        if isinstance(result, RunError):
+            raise result
+        return result
+
+    def _prover(self) -> Prover:
+        overrides = json.loads(self._args.json_model_override_args or "{}")
+        limits = Limits(longest=self._options.longest, max_tokens=self._options.max_tokens)
+        trust = self._options.trust_remote_code
+        loaded = self._args.load_format
+        return Prover(self._spec, self._options.device, limits, trust, overrides, loaded)
+
+    def _try(self, trial: Trial, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts: dict[str, list[torch.Tensor]] = {}
+        for each in passes_of(trial.lengths, trial.limit):
+            for name, state in self._run_pass(each, ids).items():
+                parts.setdefault(name, []).append(state.clone())
+        return {name: torch.cat(states) for name, states in parts.items()}
+
+    def _random_ids(self, count: int) -> torch.Tensor:
+        """The same on every rank."""
+        generator = torch.Generator().manual_seed(count)
+        return torch.randint(self._spec.vocab_size, (count,), generator=generator)
+
+    def _from_first(self, value: Any) -> Any:
+        """What the first rank of the replica has, on each of its ranks."""
+        if self._args.tp_size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, 0)
+        return held[0]
 
     def _prompt(self) -> torch.Tensor:
         return torch.arange(1, PROMPT_TOKENS + 1) * 97 % self._runner.model_config.vocab_size
@@ -367,12 +457,27 @@ class SGLangEngine:
         """The backbone's pass and nothing else, once capture.remove() was called: what benchmarks
         compare the whole pipeline with."""
         self._place_kv(whole=True)
+        if self._rope.found:
+            self._rope.whole = self._each_token(batch.lengths, batch.lengths)
         self._pass(self._forward_batch(batch.input_ids, batch.lengths, 0))
 
+    def _run_pass(self, each: Pass, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """States of one pass of a batch, whose ids are given."""
+        whole = (each.whole,) if each.whole else each.lengths
+        return self._run(ids[each.tokens], each.lengths, each.prefix, each.more, whole)
+
     def _run(
-        self, ids: torch.Tensor, lengths: Sequence[int], prefix: int = 0, more: bool = False
+        self,
+        ids: torch.Tensor,
+        lengths: Sequence[int],
+        prefix: int = 0,
+        more: bool = False,
+        whole: Sequence[int] | None = None,
     ) -> dict[str, torch.Tensor]:
+        """whole: tokens of each sequence's whole sample, where this is a chunk of it."""
         forward_batch = self._forward_batch(ids, lengths, prefix)
+        if self._rope.found:
+            self._rope.whole = self._each_token(whole or lengths, lengths)
         if self._options.device.type == "cpu":
             self._runner.attn_backend.more_to_come = more
         self._place_kv(whole=prefix == 0 and not more)
@@ -439,6 +544,11 @@ class SGLangEngine:
         )
         compat.bind_cache_slots(self._runner, forward_batch)
         return forward_batch
+
+    def _each_token(self, values: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """int64 [tokens]: each sequence's value at each of its tokens."""
+        counts = torch.tensor(lengths)
+        return self._to_device(torch.repeat_interleave(torch.tensor(values), counts))
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._options.device.type == "cpu":

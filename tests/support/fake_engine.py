@@ -62,6 +62,8 @@ class FakeEngine:
 
     def self_check(self) -> None: ...
 
+    def layer_proof(self) -> None: ...
+
     def forward(self, batch: Batch) -> CapturedBatch:
         self._before(self._passes)
         self._passes += 1

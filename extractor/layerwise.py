@@ -94,6 +94,7 @@ class LayerByLayer:
             self._loader = _Loader(self._model, _sources(path), self._quantizer)
         self.move(device)
         self._real = [layer.forward for layer in self.layers]
+        self._full: list[str] = []
 
     def move(self, device: torch.device | str) -> None:
         """Fill and run parts on this device from here on."""
@@ -145,10 +146,24 @@ class LayerByLayer:
         names = [name for part in parts for name in self._parameters(part)]
         with _as_no_reference("transformers cannot load this checkpoint"):
             self._loader.fill(names, self.device)
+        self._full = names
         try:
             yield
         finally:
+            self._full = []
             _empty(self._model, names)
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Turn what is filled into this dtype, but for what the family keeps in float32."""
+        kept = [
+            *(getattr(self._model, "_keep_in_fp32_modules", None) or ()),
+            *(getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()),
+        ]
+        for name in self._full:
+            owner, _, key = name.rpartition(".")
+            parameter = self._model.get_submodule(owner)._parameters.get(key)
+            if parameter is not None and not any(part in name for part in kept):
+                parameter.data = parameter.data.to(dtype)
 
     @torch.no_grad()
     def run_layer(self, k: int, ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,8 @@ lets an error be, for a layer may add less to such a token than rounding does.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 FACTOR, FLOOR, WHOLE = 1.5, 0.004, 0.04
 FEW, SHORT = 8, 0.2
@@ -78,135 +75,80 @@ class Judgement:
         return "WRONG: too far from the reference"
 
 
-class Reference:
-    """The states of one checkpoint by transformers, in float32 and in bfloat16.
+class Compared:
+    """One sample's stored states while its reference states come by, layer by layer.
 
-    A model that does not fit on one device is spread over all of them, the host and the disk by
-    accelerate's device_map.
+    Of the reference states only those are kept that are stored too; of the others, how far each stored
+    state is from them. A sample too short for a median keeps all.
 
     Args:
-        path: the checkpoint's folder.
-        device: "cpu", "cuda", or "auto" for accelerate's device_map.
+        states: stored ones, float32 [T, H] by name.
     """
 
-    def __init__(self, path: Path, device: str = "cpu", trust_remote_code: bool = False) -> None:
-        self._path, self._device, self._trust = path, device, trust_remote_code
-        self._models: dict[torch.dtype, Any] = {}
+    def __init__(self, states: Tensors) -> None:
+        self._states = states
+        self._distances: dict[str, dict[str, float]] = {name: {} for name in states}
+        self._exact: Tensors = {}
+        self._rounded: Tensors = {}
 
-    def states(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
-        """embed, 0 .. n-1 and final for ids [T]: float32 [T, H] each, on the CPU."""
-        model = self._model(dtype)
-        outputs: list[torch.Tensor] = []
-        hooks = [
-            layer.register_forward_hook(
-                lambda _m, _a, out: outputs.append(out[0] if isinstance(out, tuple) else out)
-            )
-            for layer in _layers(model)
-        ]
-        first = next(model.parameters()).device
-        with torch.no_grad():
-            result = model(ids.unsqueeze(0).to(first), output_hidden_states=True, use_cache=False)
-        for hook in hooks:
-            hook.remove()
-        width = outputs[0].shape[-1]
-        named = {str(i): out.reshape(-1, width) for i, out in enumerate(outputs)}
-        named["embed"] = result.hidden_states[0][0]
-        named["final"] = result.hidden_states[-1][0]
-        return {name: state.float().cpu() for name, state in named.items()}
+    def see(self, name: str, exact: torch.Tensor, rounded: torch.Tensor) -> None:
+        """A reference state: float32 [T, H] computed in float32, and computed in bfloat16."""
+        exact, rounded = exact.cpu(), rounded.cpu()
+        if name in self._states or len(exact) < FEW:
+            self._exact[name], self._rounded[name] = exact, rounded
+        for stored, state in self._states.items():
+            assert state.shape == exact.shape, (stored, state.shape, exact.shape)
+            self._distances[stored][name] = relative(state, exact)
 
-    def logprobs(
-        self, ids: torch.Tensor, chosen: torch.Tensor, dtype: torch.dtype = torch.float32
-    ) -> Tensors:
-        """Of ids [T] and chosen token ids [T, K]: their log-probabilities as "topk", the same a row
-        late and a row early as "row-1" and "row+1", and the K largest as "best"; float32 [T, K], on
-        the CPU."""
-        model = self._model(dtype)
-        first = next(model.parameters()).device
-        with torch.no_grad():
-            logits = model(ids.unsqueeze(0).to(first), use_cache=False).logits[0].float().cpu()
-        every, chosen = logits.log_softmax(-1), chosen.long()
-        moved = {TOPK: 0, "row-1": 1, "row+1": -1}
-        found = {name: every.roll(by, 0).gather(-1, chosen) for name, by in moved.items()}
-        return found | {"best": every.topk(chosen.shape[1], dim=-1).values}
+    def judge(self, floor: float = FLOOR) -> list[Judgement]:
+        """Once all reference states were seen. Raises KeyError for a stored one that never came."""
+        return [self._judge(name, floor) for name in self._states]
 
-    def judge(self, ids: torch.Tensor, states: Tensors, floor: float = FLOOR) -> list[Judgement]:
-        """States [T, H] by name against those of ids [T]."""
-        exact = self.states(ids)
-        rounded = self.states(ids, torch.bfloat16)
-        return judge(states, exact, rounded, floor)
-
-    def forget(self) -> None:
-        """Let the weights go, of both precisions."""
-        self._models.clear()
-
-    def _model(self, dtype: torch.dtype) -> Any:
-        if dtype not in self._models:
-            spread = {"device_map": "auto"} if self._device == "auto" else {}
-            model = AutoModelForCausalLM.from_pretrained(
-                self._path, dtype=dtype, trust_remote_code=self._trust, **spread
-            )
-            if self._device != "auto":
-                model = model.to(torch.device(self._device))  # pyright: ignore[reportArgumentType]
-            self._models[dtype] = model.eval()
-        return self._models[dtype]
-
-
-def _layers(model: Any) -> Any:
-    """The decoder layers, also of a multimodal wrapper."""
-    for path in ("model.layers", "model.language_model.layers", "language_model.model.layers"):
-        module = model
-        for part in path.split("."):
-            module = getattr(module, part, None)
-        if module is not None:
-            return module
-    raise ValueError(f"no decoder layers found in {type(model).__name__}")
+    def _judge(self, name: str, floor: float) -> Judgement:
+        state, want, rough = self._states[name], self._exact[name], self._rounded[name]
+        distances = dict(self._distances[name])
+        noise_whole = relative(rough, want)
+        if len(want) > 2:
+            distances["row-1"] = relative(state, want.roll(1, 0))
+            distances["row+1"] = relative(state, want.roll(-1, 0))
+        if len(want) < FEW:
+            moved = {"row-1": want.roll(1, 0), "row+1": want.roll(-1, 0)}
+            apart = most_whole(noise_whole, floor)
+            distances = {
+                key: value
+                for key, value in distances.items()
+                if key == name or relative((self._exact | moved)[key], want) > apart
+            }
+        nearest = min(distances, key=lambda key: distances[key])
+        scale = float(((state * want).sum(-1) / want.square().sum(-1)).median())
+        return Judgement(
+            name=name,
+            tokens=len(want),
+            nearest=nearest,
+            nearest_whole=distances[nearest],
+            scale=scale,
+            scaled=relative(state / scale, want) if scale else float("inf"),
+            median=median(state, want),
+            whole=distances[name],
+            noise=median(rough, want),
+            noise_whole=noise_whole,
+            floor=floor,
+        )
 
 
 def judge(
     states: Tensors, exact: Tensors, rounded: Tensors, floor: float = FLOOR
 ) -> list[Judgement]:
     """Each state against the float32 and the bfloat16 ones of the same ids."""
-    return [
-        _judge(name, state.float().cpu(), exact, rounded, floor) for name, state in states.items()
-    ]
-
-
-def _judge(
-    name: str, state: torch.Tensor, exact: Tensors, rounded: Tensors, floor: float
-) -> Judgement:
-    want = exact[name]
-    assert state.shape == want.shape, (name, state.shape, want.shape)
-    candidates = dict(exact)
-    if len(want) > 2:
-        candidates["row-1"], candidates["row+1"] = want.roll(1, 0), want.roll(-1, 0)
-    noise_whole = relative(rounded[name], want)
-    if len(want) < FEW:
-        candidates = {
-            key: value
-            for key, value in candidates.items()
-            if key == name or relative(value, want) > most_whole(noise_whole, floor)
-        }
-    distances = {key: relative(state, value) for key, value in candidates.items()}
-    nearest = min(distances, key=lambda key: distances[key])
-    scale = float(((state * want).sum(-1) / want.square().sum(-1)).median())
-    return Judgement(
-        name=name,
-        tokens=len(want),
-        nearest=nearest,
-        nearest_whole=distances[nearest],
-        scale=scale,
-        scaled=relative(state / scale, want) if scale else float("inf"),
-        median=median(state, want),
-        whole=distances[name],
-        noise=median(rounded[name], want),
-        noise_whole=noise_whole,
-        floor=floor,
-    )
+    compared = Compared({name: state.float().cpu() for name, state in states.items()})
+    for name, state in exact.items():
+        compared.see(name, state, rounded[name])
+    return compared.judge(floor)
 
 
 def judge_topk(stored: torch.Tensor, exact: Tensors, rounded: Tensors) -> Judgement:
-    """Stored log-probabilities [T, K] against those of the same tokens, by Reference.logprobs in
-    float32 and in bfloat16; median and noise are absolute, whole is of the probabilities."""
+    """Stored log-probabilities [T, K] against those of the same tokens, by logprobs in float32
+    and in bfloat16; median and noise are absolute, whole is of the probabilities."""
     names = (TOPK, "row-1", "row+1") if len(stored) > 2 else (TOPK,)
     distances = {name: float((stored - exact[name]).abs().mean()) for name in names}
     nearest = min(distances, key=lambda name: distances[name])
@@ -228,6 +170,16 @@ def judge_topk(stored: torch.Tensor, exact: Tensors, rounded: Tensors) -> Judgem
         floor=FLOOR_TOPK,
         nearest_whole=relative(stored.exp(), exact[nearest].exp()),
     )
+
+
+def logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> Tensors:
+    """Of logits [T, V] and chosen token ids [T, K]: their log-probabilities as "topk", the same a row
+    late and a row early as "row-1" and "row+1", and the K largest as "best"; float32 [T, K], on the
+    CPU."""
+    every, chosen = logits.float().log_softmax(-1).cpu(), chosen.long()
+    moved = {TOPK: 0, "row-1": 1, "row+1": -1}
+    found = {name: every.roll(by, 0).gather(-1, chosen) for name, by in moved.items()}
+    return found | {"best": every.topk(chosen.shape[1], dim=-1).values}
 
 
 def most_whole(noise_whole: float, floor: float) -> float:

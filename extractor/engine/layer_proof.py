@@ -225,7 +225,7 @@ class _Judge:
             ]
             rough = exact
             if self.dtype != torch.float32:
-                reference.layers[k].to(self.dtype)
+                reference.round_to(self.dtype)
                 rough = [
                     reference.run_layer(k, tokens, state.to(device, self.dtype))
                     for _, _, tokens, state, _ in rows

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from extractor import pages
 from extractor.capture import Capture, find_backbone
+from extractor.checkpoint import check_files
 from extractor.engine import compat, cpu_platform
 from extractor.engine.base import Engine, EngineInfo, EngineOptions
 from extractor.engine.layer_proof import LayerProof, Limits, ProofPlan, Prover, Trial
@@ -73,6 +74,7 @@ def prepare_process(device: torch.device, place: Place, verbose: bool = False) -
     compat.require_supported()
     if not verbose:  # SGLang speaks of every optional kernel that it does not find
         logging.getLogger("sglang").setLevel(logging.ERROR)
+        logging.getLogger("transformers").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=r"sglang\.")
     if device.type != "cpu":
         return
@@ -113,6 +115,8 @@ def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -
                 f"--sglang {name}={value}: not supported here; split the model with --tp, and run "
                 "replicas of it by starting more ranks"
             )
+    if compat.typed_args(sglang_args).get("load_format") != "dummy":
+        check_files(spec.path)
     if rope := unknown_rope(spec.text_config):
         raise UsageError(f"{spec.path} has {rope}, whose states are not proved here")
     model_class = compat.model_class(spec.architecture)

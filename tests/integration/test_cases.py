@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from extractor.reference import Reference
 from tests.support.launch import ROOT, TORCHRUN, extract
+from tests.support.reference import Reference
 
 CASES = ROOT / "tests/data/cases"
 Build = Callable[[str], Path]

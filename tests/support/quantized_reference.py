@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from extractor.reference import Reference
 from tests.support.quantized import FLOAT8_TOP, INPUTS, INT8_TOP, Inputs, Tensors, is_quantized
+from tests.support.reference import Reference
 
 
 def reference_of(model: Path, device: str) -> Reference:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from extractor.model import ModelSpec
-from extractor.reference import Reference, judge, relative
+from extractor.reference import judge, relative
 from tests.support.models import build_weights
 from tests.support.quantized import (
     AWQ_GROUP,
@@ -20,6 +20,7 @@ from tests.support.quantized import (
     is_quantized,
 )
 from tests.support.quantized_reference import quantized, reference_of
+from tests.support.reference import Reference
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 # AWQ's own unpacking: where in a word a row's columns 0 to 7 are, in steps of four bits.

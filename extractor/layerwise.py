@@ -13,7 +13,6 @@ layer proof at the start of a run.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,14 +35,15 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
+from extractor.dequantize import NotPlain, Source, plain
 from extractor.model import weight_files
 
-# Quantized checkpoints that transformers can turn into plain weights while it loads them.
-DEQUANTIZED = ("fp8", "mxfp4")
+# Ways of quantizing, by their name in config.json, whose formats dequantize.py knows.
+DEQUANTIZED = ("fp8", "compressed-tensors")
 
 
 class NoReference(Exception):
@@ -52,14 +52,6 @@ class NoReference(Exception):
 
 class _Enough(Exception):
     """Ends a forward as soon as what was wanted of it is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A tensor of the checkpoint: its name there and how to get a lazy view of it."""
-
-    name: str
-    open: Callable[[], Any]
 
 
 class LayerByLayer:
@@ -86,13 +78,14 @@ class LayerByLayer:
     ) -> None:
         with _as_no_reference(f"transformers cannot build the model of {path}"):
             self._config = _config_of(path, trust_remote_code, overrides)
-            self._quantizer = _quantizer_of(self._config)
-            self._model = _empty_model(self._config, trust_remote_code, self._quantizer)
+            sources = _plain_sources(self._config, _sources(path))
+            self._model = _empty_model(self._config, trust_remote_code)
         self._name, self._decoder, self._list = _find_decoder(self._model, num_layers)
         self._embedding = _embedding_of(self._decoder)
         with _as_no_reference("transformers cannot read this checkpoint's tensors"):
-            self._loader = _Loader(self._model, _sources(path), self._quantizer)
+            self._loader = _Loader(self._model, sources)
         self.move(device)
+        self.rounds_inputs = _rounds_inputs(self._config)
         self._real = [layer.forward for layer in self.layers]
         self._full: list[str] = []
 
@@ -297,36 +290,54 @@ def _config_of(path: Path, trust_remote_code: bool, overrides: Mapping[str, Any]
         return AutoConfig.for_model(**named)
 
 
-def _quantizer_of(config: Any) -> Any:
-    """transformers' reader of a quantized checkpoint, which gives plain weights; None for a plain one.
-
-    Raises NoReference for a format that transformers cannot turn into plain weights."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    given = getattr(config, "quantization_config", None) or getattr(
-        text, "quantization_config", None
-    )
-    if given is None:
-        return None
-    values = dict(given if isinstance(given, dict) else given.to_dict())
-    method = values.get("quant_method")
+def _plain_sources(config: Any, sources: Sequence[Source]) -> Sequence[Source]:
+    """The checkpoint's tensors with plain weights. Raises NoReference for a format that is not known."""
+    if not (values := _quantization(config)):
+        return sources
+    method = str(values.get("quant_method"))
     if method not in DEQUANTIZED:
         raise NoReference(f"its weights are quantized ({method})")
-    chosen = AutoQuantizationConfig.from_dict({**values, "dequantize": True})
-    return AutoHfQuantizer.from_config(chosen, pre_quantized=True)
+    rows, columns = values.get("weight_block_size") or (128, 128)
+    try:
+        return plain(sources, (int(rows), int(columns)), _bits(values))
+    except NotPlain as error:
+        raise NoReference(f"its weights are quantized ({error})") from error
 
 
-def _empty_model(config: Any, trust_remote_code: bool, quantizer: Any) -> Any:
+def _quantization(config: Any) -> dict[str, Any]:
+    """The config's quantization_config, wherever it stands; empty for a plain checkpoint."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    places = (getattr(each, "quantization_config", None) for each in (config, text))
+    given: Any = next((place for place in places if place is not None), {})
+    return dict(given if isinstance(given, dict) else given.to_dict())
+
+
+def _rounds_inputs(config: Any) -> bool:
+    """Whether layers quantize their inputs too, so that states carry a noise of some percent."""
+    values = _quantization(config)
+    groups = (values.get("config_groups") or {}).values()
+    return values.get("quant_method") == "fp8" or any(g.get("input_activations") for g in groups)
+
+
+def _bits(values: dict[str, Any]) -> int:
+    """Bits of a packed number in a compressed-tensors config; every group must have the same."""
+    groups = [g.get("weights") or {} for g in (values.get("config_groups") or {}).values()]
+    bits = {int(group["num_bits"]) for group in groups if group.get("num_bits")}
+    if len(bits) > 1:
+        raise NoReference(f"its weights are quantized to {sorted(bits)} bits")
+    return bits.pop() if bits else 4
+
+
+def _empty_model(config: Any, trust_remote_code: bool) -> Any:
     kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
     known = [kind for kind in kinds if type(config) in kind._model_mapping]
     for each in (config, getattr(config, "text_config", None)):  # one expert at a time is exact
         if each is not None:
             each._experts_implementation = "eager"
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         model = (known or kinds)[0].from_config(
             config, trust_remote_code=trust_remote_code, dtype=torch.float32
         )
-    if quantizer is not None:
-        quantizer.preprocess_model(model=model, dtype=torch.float32, device_map={"": "cpu"})
     return model.eval()
 
 
@@ -380,9 +391,9 @@ def _with_state(given: tuple[Any, ...], named: dict[str, Any], state: torch.Tens
 class _Loader:
     """Fills parameters of a model from a checkpoint by transformers' own conversion rules."""
 
-    def __init__(self, model: Any, sources: Sequence[Source], quantizer: Any) -> None:
-        self._model, self._quantizer = model, quantizer
-        self._rules = get_model_conversion_mapping(model, None, quantizer) or []
+    def __init__(self, model: Any, sources: Sequence[Source]) -> None:
+        self._model = model
+        self._rules = get_model_conversion_mapping(model, None, None) or []
         self._sources = _by_target(model, _without_wrapper(model, sources), self._rules)
 
     def has(self, name: str) -> bool:
@@ -395,7 +406,6 @@ class _Loader:
         config = LoadStateDictConfig(
             device_map={"": device},
             dtype=torch.float32,
-            hf_quantizer=self._quantizer,
             weight_mapping=self._rules,
         )
         # Before 5.19 it wants a plan of tensor parallelism too.

@@ -1,8 +1,8 @@
 """`extractor verify OUT`: stored states against transformers, sample by sample.
 
-Float32 and bfloat16 reference states of the chosen samples are computed one precision after the
-other, so that one copy of the model is in memory at a time. What is close enough is decided in
-reference.py, the same place that the tests ask.
+The reference states are computed layer by layer, in float32 and in bfloat16, for all chosen samples
+before the next layer is read: a model of any size needs the memory of one of its layers. What is close
+enough is decided in reference.py, the same place that the tests ask.
 """
 
 import random
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -19,16 +19,19 @@ from safetensors import safe_open
 from extractor.config import parse
 from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
 from extractor.journal import RUN, read_entries, read_run
-from extractor.model import local_path
+from extractor.layerwise import LayerByLayer, NoReference
+from extractor.model import ModelSpec, local_path
+from extractor.progress import ProgressLine
 from extractor.reference import (
     FLOOR,
     FLOOR_FP8,
+    Compared,
     Judgement,
-    Reference,
     Tensors,
-    judge,
     judge_topk,
+    logprobs,
 )
+from extractor.states import EMBED, FINAL
 from extractor.store import sample_path
 from extractor.topk import IDS, LOGPROBS
 
@@ -47,8 +50,8 @@ class VerifyConfig:
     """Of the choice."""
     model: str | None = None
     """The checkpoint; default: the path that run.json remembers."""
-    device: str = "auto"
-    """cpu, cuda, or auto: accelerate spreads the model over GPUs, host memory and disk."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where layers run, one at a time; auto takes CUDA when there is one."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
 
@@ -59,19 +62,21 @@ def verify(argv: Sequence[str]) -> int:
     paths = _choose(config)
     run = _run_of(config.output)
     model = local_path(config.model or run["model"]["path"])
-    device = "cpu" if config.device == "auto" and not torch.cuda.is_available() else config.device
+    device = (
+        ("cuda" if torch.cuda.is_available() else "cpu")
+        if config.device == "auto"
+        else config.device
+    )
     stored = [_load(path) for path in paths]
-    reference = Reference(model, device, config.trust_remote_code)
-    exact = [_reference(reference, sample, torch.float32) for sample in stored]
-    reference.forget()
-    rounded = [_reference(reference, sample, torch.bfloat16) for sample in stored]
-    reference.forget()
+    try:
+        spec = ModelSpec.read(str(model))
+        reference = LayerByLayer(model, spec.num_layers, device, config.trust_remote_code)
+        judged_samples = _judge_all(reference, stored)
+    except NoReference as error:
+        raise UsageError(f"{model}: its states cannot be compared: {error}") from error
     print(_row("sample", "state", "tokens", "median", "noise", "whole", "nearest", ""))  # noqa: T201
     bad = total = 0
-    for sample, precise, rough in zip(stored, exact, rounded, strict=True):
-        judged = judge(sample.states, precise[0], rough[0], sample.floor)
-        if sample.topk is not None:
-            judged.append(judge_topk(sample.topk[0], precise[1], rough[1]))
+    for sample, judged in zip(stored, judged_samples, strict=True):
         total += len(judged)
         for judgement in judged:
             bad += not judgement.good
@@ -120,12 +125,56 @@ class Stored:
     topk: tuple[torch.Tensor, torch.Tensor] | None
 
 
-def _reference(reference: Reference, sample: Stored, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    """States, and where they are stored log-probabilities."""
-    states = reference.states(sample.ids, dtype)
+def _judge_all(reference: LayerByLayer, stored: Sequence[Stored]) -> list[list[Judgement]]:
+    """Of each sample, every state, and its log-probabilities where it has any. Raises NoReference."""
+    compared = [Compared(sample.states) for sample in stored]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with reference.filled("embed", "rest"):
+        for sample, one in zip(stored, compared, strict=True):
+            exact = reference.embed(sample.ids)
+            one.see(EMBED, exact, exact.bfloat16().float())
+            pairs.append((exact, exact.bfloat16()))
+    line = ProgressLine("comparing", len(reference.layers), "layer")
+    try:
+        for k in range(len(reference.layers)):
+            with reference.filled(f"layers.{k}", "rest"):
+                exact = [
+                    reference.run_layer(k, s.ids, x)
+                    for s, (x, _) in zip(stored, pairs, strict=True)
+                ]
+                reference.round_to(torch.bfloat16)
+                rough = [
+                    reference.run_layer(k, s.ids, x)
+                    for s, (_, x) in zip(stored, pairs, strict=True)
+                ]
+            for one, precise, rounded in zip(compared, exact, rough, strict=True):
+                one.see(str(k), precise, rounded)
+            pairs = [(x, y.bfloat16()) for x, y in zip(exact, rough, strict=True)]
+            line.set(k + 1)
+    finally:
+        line.close()
+    logits = any(sample.topk is not None for sample in stored)
+    found: list[list[Judgement]] = []
+    with reference.filled("rest", *(("head",) if logits else ())):
+        ends = [_ends(reference, s, x) for s, (x, _) in zip(stored, pairs, strict=True)]
+        reference.round_to(torch.bfloat16)
+        rounded_ends = [_ends(reference, s, x) for s, (_, x) in zip(stored, pairs, strict=True)]
+    for sample, one, precise, rounded in zip(stored, compared, ends, rounded_ends, strict=True):
+        one.see(FINAL, precise[0], rounded[0])
+        found.append(one.judge(sample.floor))
+        if sample.topk is not None:
+            found[-1].append(judge_topk(sample.topk[0], precise[1], rounded[1]))
+    return found
+
+
+def _ends(
+    reference: LayerByLayer, sample: Stored, state: torch.Tensor
+) -> tuple[torch.Tensor, Tensors]:
+    """What the last layer's own state becomes: after the final norm, and log-probabilities if stored."""
+    final = reference.final(sample.ids, state)
     if sample.topk is None:
-        return states, {}
-    return states, reference.logprobs(sample.ids, sample.topk[1], dtype)
+        return final, {}
+    return final, logprobs(reference.logits(sample.ids, state), sample.topk[1])
 
 
 def _load(path: Path) -> Stored:

@@ -175,10 +175,12 @@ class Prover:
             seen: for each trial, the states that the plan names: [tokens, H].
             ids: for each trial, of its samples one after the other: int64 [tokens].
             dtype: that the engine computes in.
+            quantized: the user asked for quantization that the checkpoint does not have.
 
         Raises RunError naming the first layer, and the tokens, that are not transformers'."""
         assert self._reference is not None
-        floor = FLOOR_QUANTIZED if quantized else FLOOR[dtype]
+        rounds = quantized or self._reference.rounds_inputs
+        floor = FLOOR_QUANTIZED if rounds else FLOOR[dtype]
         judge = _Judge(self._reference, self._spec, dtype, floor)
         worst = 0.0
         try:

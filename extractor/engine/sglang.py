@@ -385,7 +385,7 @@ class SGLangEngine:
         if prover is not None:
             config = self._runner.model_config
             try:
-                result = prover.judge(seen, ids, config.dtype, config.quantization is not None)
+                result = prover.judge(seen, ids, config.dtype, self._args.quantization is not None)
             except RunError as error:
                 result = error
         result = self._from_first(result)

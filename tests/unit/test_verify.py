@@ -3,21 +3,21 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from extractor import verify as module
 from extractor.errors import UsageError
 from extractor.files import write_whole
 from extractor.journal import RUN, Journal, write_run
 from extractor.records import Sample
-from extractor.reference import FEW, Reference, Tensors, judge
+from extractor.reference import FEW, Tensors, judge
 from extractor.store import Blob, native_metadata, safetensors_header, sample_path
 from extractor.topk import IDS, LOGPROBS
 from extractor.verify import verify
+from tests.support.reference import Reference
 
 TEXTS = (
     "The lighthouse keeper counted the ships twice, once at dusk and once before the fog came in.",
@@ -25,23 +25,6 @@ TEXTS = (
 )
 NAMES = ("14", "embed", "3", "29", "final")
 Edit = Callable[[Tensors], Tensors]
-
-
-class Remembering(Reference):
-    """The reference, computed once for the whole module."""
-
-    known: ClassVar[dict[tuple[tuple[int, ...], torch.dtype], Tensors]] = {}
-
-    def states(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
-        key = (tuple(ids.tolist()), dtype)
-        if key not in self.known:
-            self.known[key] = super().states(ids, dtype)
-        return self.known[key]
-
-
-@pytest.fixture(autouse=True)
-def remember(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Reference", Remembering)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +35,7 @@ def model(build_model: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="module")
 def written(model: Path) -> list[tuple[Sample, Tensors]]:
     """SmolLM2's bfloat16 states of two texts."""
-    reference, tokenizer = Remembering(model), AutoTokenizer.from_pretrained(model)
+    reference, tokenizer = Reference(model), AutoTokenizer.from_pretrained(model)
     found: list[tuple[Sample, Tensors]] = []
     for row, text in enumerate(TEXTS):
         ids = torch.tensor(tokenizer(text).input_ids)

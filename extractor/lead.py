@@ -16,6 +16,7 @@ from extractor.config import ExtractConfig
 from extractor.data.store import PreparedStore
 from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.engine.base import Backend
+from extractor.engine.settings import given_then
 from extractor.errors import (
     EXIT_AGAIN,
     EXIT_FAILED,
@@ -160,12 +161,18 @@ def _decide(
         raise
     stages["prepare"] = time.perf_counter() - mark
     layout = wanted.layout(store)
-    parts = fingerprint.parts(config, spec, layout, dtype, store.parts)
-    if before is not None and (changed := fingerprint.changes(before["parts"], parts)):
-        raise UsageError(
-            f"{config.output} holds a run with other settings; {'; '.join(changed)}. "
-            "Give the same settings, or another --output (docs/reliability.md)"
-        )
+    numbers = backend.numbers(spec, device, config.sglang_args)
+    parts = fingerprint.parts(
+        config,
+        spec,
+        layout,
+        dtype,
+        store.parts,
+        computed_in=numbers.computed_in,
+        given=numbers.given,
+    )
+    if before is not None:
+        _refuse_other_settings(config.output, before, parts)
     mark = time.perf_counter()
     selected = plan.shard(store.rows, store.lengths, index, count)
     if count > 1 and len(selected):
@@ -210,6 +217,15 @@ def _decide(
         budget=asdict(budget),
     )
     return job, lead
+
+
+def _refuse_other_settings(output: Path, run: dict[str, Any], parts: dict[str, str]) -> None:
+    before = fingerprint.parts_of_run(run, parts, given_then)
+    if changed := fingerprint.changes(before, parts):
+        raise UsageError(
+            f"{output} holds a run with other settings; {'; '.join(changed)}. "
+            "Give the same settings, or another --output (docs/reliability.md)"
+        )
 
 
 def _exit_code(error: BaseException) -> int:

@@ -57,6 +57,19 @@ class EngineOptions:
     verbose: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What an engine's stored numbers depend on beside the model and the rows.
+
+    Attributes:
+        computed_in: the dtype that the model computes in, by name.
+        given: --sglang fields that can change a number, to their values in one spelling.
+    """
+
+    computed_in: str
+    given: Mapping[str, str]
+
+
 class Engine(Protocol):
     """One replica's share of the model on this rank."""
 
@@ -91,6 +104,13 @@ class Backend(Protocol):
     def import_modules(self, device: torch.device) -> None:
         """Import what check_model and build need, which takes a while and depends on nothing but the
         device. Those do it too, if need be."""
+        ...
+
+    def numbers(
+        self, spec: ModelSpec, device: torch.device, sglang_args: Mapping[str, str]
+    ) -> Numbers:
+        """What this run's fingerprint has of the engine. May import what sglang_args are fields of.
+        Raises UsageError for one that is none."""
         ...
 
     def check_model(self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from extractor.capture import Capture, find_backbone
 from extractor.engine import compat, cpu_platform
 from extractor.engine.base import Engine, EngineInfo, EngineOptions
 from extractor.engine.passes import passes_of
+from extractor.engine.settings import asked_dtype, cpu_multiplies_bfloat16
+from extractor.engine.settings import numbers as numbers
 from extractor.engine.topk import TopK, watch_wrapper
 from extractor.errors import RunError, UsageError
 from extractor.model import ModelSpec
@@ -67,6 +68,8 @@ def choose_device(wanted: str, place: Place) -> torch.device:
 def prepare_process(device: torch.device, place: Place, verbose: bool = False) -> None:
     """What must be set before SGLang is imported. Call once, first."""
     compat.require_supported()
+    # A context that YaRN lengthens is longer than what SGLang reads in a config; ours is in ModelSpec.
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
     if not verbose:  # SGLang speaks of every optional kernel that it does not find
         logging.getLogger("sglang").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=r"sglang\.")
@@ -117,14 +120,6 @@ def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -
             + ", ".join(compat.architectures_with_marks())
             + " (docs/families.md)"
         )
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has matrix instructions for bfloat16, without which it is emulated."""
-    flags = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line), ""
-    )
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
 
 
 class SGLangEngine:
@@ -227,6 +222,8 @@ class SGLangEngine:
             "log_level": "info" if options.verbose else "error",
         }
         given = compat.typed_args(options.sglang_args)
+        if asked_dtype(options.sglang_args) is None:
+            given.pop("dtype", None)  # auto is what is computed in without it
         if options.device.type == "cpu":
             values |= self._cpu_values(spec.architecture, given)
         values |= compat.fusion_values(given)
@@ -236,7 +233,7 @@ class SGLangEngine:
         from extractor.engine.cpu_attention import ATTENTION_BACKEND, attend_as
 
         values: dict[str, Any] = {"attention_backend": ATTENTION_BACKEND}
-        if not _cpu_multiplies_bfloat16():
+        if not cpu_multiplies_bfloat16():
             # Eight times faster there, and exacter; what is stored is rounded once, at the end.
             values["dtype"] = "float32"
         values |= compat.cpu_values(architecture)

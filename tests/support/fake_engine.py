@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from extractor.engine.base import EngineInfo, EngineOptions
+from extractor.engine.base import EngineInfo, EngineOptions, Numbers
+from extractor.engine.settings import numbers
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
 from extractor.states import States
@@ -105,6 +106,11 @@ class FakeBackend:
         if not self._imported:
             self._imported = True
             self._on_import()
+
+    def numbers(
+        self, spec: ModelSpec, device: torch.device, sglang_args: Mapping[str, str]
+    ) -> Numbers:
+        return numbers(spec, device, sglang_args)
 
     def check_model(self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
         self.import_modules(torch.device("cpu"))

@@ -17,6 +17,8 @@ export PIP_NO_CACHE_DIR=1
 room=$((16 << 20))
 table="" failed=0
 
+# Everything from one index: a local build of PyTorch does not fit the torchvision of PyPI.
+export PIP_FIND_LINKS=
 # The releases want cuda-tile 1.6.0rc5, which only NVIDIA's own index has. It compiles kernels for GPUs,
 # which these tests do not use: where that index is out of reach, the newest one of PyPI will do.
 environment() {
@@ -35,7 +37,7 @@ wanted = importlib.metadata.requires("sglang") or []
 ours = importlib.metadata.requires("hidden-state-extractor") or []
 extras = re.compile(r"; extra == \"(test|demo|report)\"$")
 for line in [*wanted, *(extras.sub("", each) for each in ours)]:
-    if "extra ==" not in line and not line.startswith("sglang"):
+    if "extra ==" not in line and not re.match(r"sglang\b(?!-)", line):
         print(re.sub(r"^cuda-tile==\S+", "cuda-tile", line))
 PYTHON
         "${pip[@]}" -r "$venv/wanted.txt" &&

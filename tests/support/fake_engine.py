@@ -37,7 +37,8 @@ def expected_topk(ids: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 
 class FakeEngine:
-    """See Engine. before(n) is called ahead of this rank's n-th pass and may raise, sleep or kill."""
+    """See Engine. before(n) is called ahead of this rank's n-th pass and may raise, sleep or kill;
+    states of poison tokens are not a number."""
 
     def __init__(
         self,
@@ -46,7 +47,9 @@ class FakeEngine:
         place: Place,
         options: EngineOptions,
         before: Callable[[int], None],
+        poison: Sequence[int] = (),
     ) -> None:
+        self._poison = torch.tensor(poison, dtype=torch.int64)
         self._hidden, self._states, self._place = spec.hidden_size, states, place
         self._options, self._before = options, before
         self._passes = 0
@@ -75,6 +78,8 @@ class FakeEngine:
             name: torch.cat([expected(ids, name, self._hidden) for ids in sequences])
             for name in self._states.names
         }
+        for state in states.values():
+            state[torch.isin(batch.input_ids, self._poison)] = torch.nan
         if k := self._options.topk:
             each = [expected_topk(ids, k) for ids in sequences]
             states |= {key: torch.cat([part[key] for part in each]) for key in (LOGPROBS, IDS)}
@@ -92,7 +97,9 @@ class FakeBackend:
         before: Callable[[int], None] = lambda _: None,
         on_load: Callable[[], None] = lambda: None,
         on_import: Callable[[], None] = lambda: None,
+        poison: Sequence[int] = (),
     ) -> None:
+        self._poison = poison
         self._before, self._on_load, self._on_import = before, on_load, on_import
         self._imported = False
 
@@ -120,7 +127,7 @@ class FakeBackend:
     ) -> FakeEngine:
         self.import_modules(options.device)
         self._on_load()
-        return FakeEngine(spec, states, place, options, self._before)
+        return FakeEngine(spec, states, place, options, self._before, self._poison)
 
 
 def make_model(folder: Path) -> Path:

@@ -187,6 +187,8 @@ def _serve() -> None:
                 ended[pid] = _code(status)
             answer = ended.get(request["poll"])
         else:
+            if any(item.startswith("--sglang") for item in request["argv"]):
+                import sglang.srt.server_args  # noqa: F401  (its fields are looked up; seconds, once)
             answer = os.fork()
             if answer == 0:
                 sys.stdin.close()

@@ -170,7 +170,9 @@ def test_computing_dtype_of_a_device(spec: ModelSpec, monkeypatch: pytest.Monkey
 OLD = {"model": "m", "dtype": "bfloat16"}
 
 
-def named(then: dict[str, str], now: dict[str, str], run: dict[str, Any] | None = None) -> list[str]:
+def named(
+    then: dict[str, str], now: dict[str, str], run: dict[str, Any] | None = None
+) -> list[str]:
     before = fingerprint.parts_of_run({"parts": then, **(run or {})}, now, settings.given_then)
     return fingerprint.changes(before, now)
 

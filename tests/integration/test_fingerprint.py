@@ -11,6 +11,7 @@ import pytest
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.launch import ROOT, extract
+from tests.support.ledger import Injection, Ledger
 
 CASE = ROOT / "tests/data/cases/62_resume_other_engine_args/input.jsonl"
 YARN = '{"rope_scaling":{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":512}}'
@@ -42,7 +43,7 @@ def make_old(output: Path, *dropped: str) -> None:
         (f"json_model_override_args={YARN}", "sglang json_model_override_args: absent then, {"),
     ],
 )
-def test_a_field_that_came_is_named(bench: Bench, flag: str, said: str) -> None:
+def test_a_field_that_came_is_named(bench: Bench, flag: str, said: str, ledger: Ledger) -> None:
     """Case 62 (b): with a sample lost, the rest would be another model's."""
     assert bench.run().code == 0
     lose_one(bench.output)
@@ -50,6 +51,7 @@ def test_a_field_that_came_is_named(bench: Bench, flag: str, said: str) -> None:
     run = bench.run(f"--sglang={flag}")
     assert run.code == 1 and said in run.output(0), run.output()
     assert folder.snapshot(bench.output) == before
+    ledger.add(Injection(group="one folder", fault=f"another {said.split(':')[0]}"))
 
 
 def test_a_field_that_went_is_named_though_nothing_is_left(bench: Bench) -> None:

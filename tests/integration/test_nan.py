@@ -16,6 +16,7 @@ from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.faults import PROCESSES, Fault
 from tests.support.launch import extract
+from tests.support.ledger import Injection, Ledger
 
 POISON = 1234
 
@@ -62,7 +63,9 @@ def assert_rejected(output: Path, data: Path, bad: set[int], states: set[str]) -
 
 @pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("by", [[], [PROCESSES]], ids=["threads", "processes"])
-def test_a_row_that_is_no_number(bench: Bench, ranks: int, tp: int, by: list[Fault]) -> None:
+def test_a_row_that_is_no_number(
+    bench: Bench, ranks: int, tp: int, by: list[Fault], ledger: Ledger
+) -> None:
     bad = poisoned_rows(bench.data, 40, 60, 50_000)
     poison = Fault(kind="nan", at=POISON, restart=None)
     flags = (f"--tp={tp}", "--no-self-check")
@@ -76,6 +79,7 @@ def test_a_row_that_is_no_number(bench: Bench, ranks: int, tp: int, by: list[Fau
     assert f"{len(bad)} rejected by an earlier run" in again.output(0)
     assert folder.snapshot(bench.output) == before
     assert {line["row"] for line in rejects(bench.output)} == bad
+    ledger.add(Injection(group="numbers", fault="states of one token are NaN"))
 
 
 def test_an_embedding_that_is_no_number(build_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from extractor.config import ExtractConfig
 from extractor.data.store import PreparedStore
 from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
 from extractor.engine.base import Backend
+from extractor.engine.settings import given_then
 from extractor.errors import (
     EXIT_AGAIN,
     EXIT_FAILED,
@@ -160,12 +161,18 @@ def _decide(
         raise
     stages["prepare"] = time.perf_counter() - mark
     layout = wanted.layout(store)
-    parts = fingerprint.parts(config, spec, layout, dtype, store.parts)
-    if before is not None and (changed := fingerprint.changes(before["parts"], parts)):
-        raise UsageError(
-            f"{config.output} holds a run with other settings; {'; '.join(changed)}. "
-            "Give the same settings, or another --output (docs/reliability.md)"
-        )
+    numbers = backend.numbers(spec, device, config.sglang_args)
+    parts = fingerprint.parts(
+        config,
+        spec,
+        layout,
+        dtype,
+        store.parts,
+        computed_in=numbers.computed_in,
+        given=numbers.given,
+    )
+    if before is not None:
+        _refuse_other_settings(config.output, before, parts)
     mark = time.perf_counter()
     selected = plan.shard(store.rows, store.lengths, index, count)
     if count > 1 and len(selected):
@@ -199,6 +206,7 @@ def _decide(
     if before is not None:
         importing()
         backend.check_model(spec, place, config.sglang_args)
+    _check_window(backend, spec, store.lengths[left])
     write_run(run_path, lead.run)
     job = Job(
         model=str(spec.path),
@@ -210,6 +218,26 @@ def _decide(
         budget=asdict(budget),
     )
     return job, lead
+
+
+def _refuse_other_settings(output: Path, run: dict[str, Any], parts: dict[str, str]) -> None:
+    before = fingerprint.parts_of_run(run, parts, given_then)
+    if changed := fingerprint.changes(before, parts):
+        raise UsageError(
+            f"{output} holds a run with other settings; {'; '.join(changed)}. "
+            "Give the same settings, or another --output (docs/reliability.md)"
+        )
+
+
+def _check_window(backend: Backend, spec: ModelSpec, lengths: np.ndarray) -> None:
+    """Raises UsageError where the model has a window that is not applied and samples are longer."""
+    beyond = 0 if spec.window is None else int((lengths > spec.window).sum())
+    if beyond and not backend.applies_window(spec):
+        raise UsageError(
+            f"{beyond:,} samples are longer than the {spec.window:,} tokens of this model's attention "
+            f"window, which SGLang's {spec.architecture} leaves out: their states would be another "
+            f"model's. Give --max-length {spec.window} (and --overlong skip, to leave these out)"
+        )
 
 
 def _exit_code(error: BaseException) -> int:

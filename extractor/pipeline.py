@@ -20,7 +20,7 @@ from extractor.errors import EXIT_AGAIN, UsageError, disk_error
 from extractor.journal import write_run
 from extractor.lead import Job, Lead, check_count, finish, hear_job, lead_and_tell, read_plan
 from extractor.memory import Budget
-from extractor.model import ModelSpec
+from extractor.model import OVERRIDES, ModelSpec
 from extractor.progress import say
 from extractor.pump import Writing, follow, write_batches
 from extractor.run_record import mark_end, run_path
@@ -160,7 +160,8 @@ def _work(
     watch: Watch,
 ) -> int:
     budget = Budget(**job.budget)
-    spec = lead.spec if lead else ModelSpec.read(job.model)
+    overrides = config.sglang_args.get(OVERRIDES)
+    spec = lead.spec if lead else ModelSpec.read(job.model, overrides)
     states = States(tuple(job.states), spec.num_layers)
     mark = time.perf_counter()
     watch.enter("load")

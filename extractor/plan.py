@@ -52,7 +52,7 @@ def shard(rows: Ints, lengths: npt.NDArray[np.integer], index: int, count: int) 
 
     Depends on the input alone and not on what is done, so that the jobs of an array, which start at
     different times, agree on it: no row is in two parts or in none."""
-    if count == 1:
+    if count == 1 or not len(rows):
         return np.arange(len(rows), dtype=np.int64)
     total = np.cumsum(lengths, dtype=np.int64)
     edges = np.searchsorted(total, [total[-1] * i // count for i in (index, index + 1)], "right")

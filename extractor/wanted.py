@@ -13,7 +13,7 @@ from extractor.layout import DTYPES
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.layouts.framed import Framed
 from extractor.memory import MOST_WRITERS, Ask
-from extractor.model import ModelSpec
+from extractor.model import OVERRIDES, ModelSpec
 from extractor.progress import ProgressLine, say
 from extractor.states import States
 from extractor.topk import check_topk
@@ -38,7 +38,7 @@ class Wanted:
     @classmethod
     def of(cls, config: ExtractConfig) -> "Wanted":
         """Raises UsageError when the model, or the layout, lacks what is asked for."""
-        spec = ModelSpec.read(config.model)
+        spec = ModelSpec.read(config.model, config.sglang_args.get(OVERRIDES))
         asked = States.resolve(config.layers, config.final, spec.num_layers)
         stored = LAYOUTS[config.layout].stored_for(asked)
         dtype = spec.dtype if config.dtype == "auto" else config.dtype

@@ -9,7 +9,7 @@
 #   EXTRACTOR_SLURM   the tests that start a private Slurm on this machine need root and Debian's packages
 #                     slurm-wlm and munge: "install" has apt-get install these, 0 leaves the tests out
 #   EXTRACTOR_SGLANG  another supported release of SGLang than the newest; then the engine's tests only,
-#                     in a virtual environment of its own (.venv-RELEASE)
+#                     in a virtual environment of its own (.venv-RELEASE); tests/releases.sh: of all of them
 set -euo pipefail
 cd "$(dirname "$0")/.."
 newest=0.5.23

@@ -11,6 +11,7 @@ BLOCK = 1 << 20
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*tokeniz*.py", "tekken.json",
+    "vocab.bpe", "vocab.tsv", "*.vocab", "*.spm", "bpe.codes", "dict.txt",
 )  # fmt: skip
 SHORT = 16
 
@@ -70,6 +71,15 @@ def tokenizer_digest(path: Path) -> str:
         else:
             digest.update(file.read_bytes())
     return digest.hexdigest()[:SHORT]
+
+
+def code_digest(path: Path) -> str:
+    """xxh3 of the Python files in a model's folder, any of which a tokenizer may import; "" for none."""
+    digest = xxhash.xxh3_128()
+    files = sorted(path.glob("*.py"))
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:SHORT] if files else ""
 
 
 def _config_without_template(file: Path) -> bytes:

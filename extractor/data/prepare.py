@@ -111,11 +111,13 @@ def digest_parts(
     """What decides ids and masks, by the name that a refusal would call it."""
     files = [f"{Path(facts['path']).suffix}:{facts['digest']}" for facts in inputs]
     templates = "\n".join(f"{name}:{text}" for name, text in sorted(rules.templates.items()))
+    code = identity.code_digest(model.path) if config.trust_remote_code else ""
     return {
         "input rows": identity.text_digest("\n".join(files)),
         "limit": str(config.limit),
         "shuffle_seed": str(config.shuffle_seed),
         "tokenizer": identity.tokenizer_digest(model.path),
+        **({"remote code": code} if code else {}),
         "chat template": identity.text_digest(templates),
         "template arguments": " ".join(sorted(config.template_arg)),
         "supervise": config.supervise,

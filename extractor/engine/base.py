@@ -58,6 +58,19 @@ class EngineOptions:
     verbose: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What an engine's stored numbers depend on beside the model and the rows.
+
+    Attributes:
+        computed_in: the dtype that the model computes in, by name.
+        given: --sglang fields that can change a number, to their values in one spelling.
+    """
+
+    computed_in: str
+    given: Mapping[str, str]
+
+
 class Engine(Protocol):
     """One replica's share of the model on this rank."""
 
@@ -99,8 +112,20 @@ class Backend(Protocol):
         device. Those do it too, if need be."""
         ...
 
+    def numbers(
+        self, spec: ModelSpec, device: torch.device, sglang_args: Mapping[str, str]
+    ) -> Numbers:
+        """What this run's fingerprint has of the engine. May import what sglang_args are fields of.
+        Raises UsageError for one that is none."""
+        ...
+
     def check_model(self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
         """Refuse what cannot run, before any weight is read. Raises UsageError."""
+        ...
+
+    def applies_window(self, spec: ModelSpec) -> bool:
+        """Whether the model's window, which spec names, is applied: without it a sample longer than
+        the window has states of another model. Asked after check_model."""
         ...
 
     def build(

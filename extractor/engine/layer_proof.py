@@ -192,7 +192,7 @@ class Prover:
         return LayerProof(
             layers=self.plan.layers,
             tokens=max(max(trial.lengths) for trial in self.plan.trials),
-            worst=round(worst, 4),
+            worst=float(f"{worst:.3g}"),
             seconds=round(time.perf_counter() - self._begun, 2),
         )
 

@@ -34,23 +34,19 @@ KNOWN = frozenset(
 )
 
 
-def unknown_rope(config: Mapping[str, Any]) -> str | None:
-    """What keeps a config's rotary embedding from being right here, as a phrase; None for nothing.
+def unknown_rope(rope: Mapping[str, Any]) -> str | None:
+    """What keeps a rotary embedding from being right here, as a phrase; None for nothing.
 
-    config: the language model's part of config.json."""
-    if config.get("dual_chunk_attention_config"):
+    rope: its parameters in the config (ModelSpec.rope)."""
+    if rope.get("dual_chunk_attention_config"):
         return "dual chunk attention"
-    given = config.get("rope_parameters") or config.get("rope_scaling")
     # Some families name one set of parameters for each type of layer.
-    nested = given.values() if isinstance(given, dict) else ()
-    for rope in [given, *(value for value in nested if isinstance(value, dict))]:
-        if not isinstance(rope, dict):
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default"))
+    for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        kind = each.get("rope_type", each.get("type", "default"))
         if isinstance(kind, str) and kind not in KNOWN:
-            return f"rotary embedding of type {kind!r}"
-        if rope.get("use_fope") or rope.get("video_rope"):
-            return "Fourier or video rotary embedding"
+            return f"a rotary embedding of type {kind!r}"
+        if each.get("use_fope") or each.get("video_rope"):
+            return "a Fourier or video rotary embedding"
     return None
 
 

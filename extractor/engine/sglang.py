@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from extractor.engine.base import Engine, EngineInfo, EngineOptions
 from extractor.engine.layer_proof import LayerProof, Limits, ProofPlan, Prover, Trial
 from extractor.engine.passes import Pass, passes_of
 from extractor.engine.rope import SampleRope, unknown_rope
+from extractor.engine.settings import asked_dtype, cpu_multiplies_bfloat16
+from extractor.engine.settings import numbers as numbers
 from extractor.engine.topk import TopK, watch_wrapper
 from extractor.engine.weights import WeightAudit
 from extractor.errors import RunError, UsageError
@@ -72,6 +73,8 @@ def choose_device(wanted: str, place: Place) -> torch.device:
 def prepare_process(device: torch.device, place: Place, verbose: bool = False) -> None:
     """What must be set before SGLang is imported. Call once, first."""
     compat.require_supported()
+    # A context that YaRN lengthens is longer than what SGLang reads in a config; ours is in ModelSpec.
+    os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
     if not verbose:  # SGLang speaks of every optional kernel that it does not find
         logging.getLogger("sglang").setLevel(logging.ERROR)
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -117,7 +120,7 @@ def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -
             )
     if compat.typed_args(sglang_args).get("load_format") != "dummy":
         check_files(spec.path)
-    if rope := unknown_rope(spec.text_config):
+    if rope := unknown_rope(spec.rope):
         raise UsageError(f"{spec.path} has {rope}, whose states are not proved here")
     model_class = compat.model_class(spec.architecture)
     if model_class is None or not compat.has_marks(model_class):
@@ -129,12 +132,11 @@ def check_model(spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -
         )
 
 
-def _cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has matrix instructions for bfloat16, without which it is emulated."""
-    flags = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line), ""
-    )
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
+def applies_window(spec: ModelSpec) -> bool:
+    """Whether SGLang's class of the model gives its layers the window that the config names: one that
+    does tells SGLang how long it is. Imports SGLang."""
+    kind = compat.model_class(spec.architecture)
+    return kind is not None and hasattr(kind, "get_attention_sliding_window_size")
 
 
 class SGLangEngine:
@@ -259,11 +261,13 @@ class SGLangEngine:
             "max_running_requests": options.max_sequences,
             "max_prefill_tokens": options.max_tokens,
             "chunked_prefill_size": options.max_tokens,
-            "context_length": min(max(options.longest, 16), spec.context_length),
+            "context_length": max(options.longest, 16),
             "random_seed": 0,
             "log_level": "info" if options.verbose else "error",
         }
         given = compat.typed_args(options.sglang_args)
+        if asked_dtype(options.sglang_args) is None:
+            given.pop("dtype", None)  # auto is what is computed in without it
         if options.device.type == "cpu":
             values |= self._cpu_values(spec.architecture, given)
         values |= compat.fusion_values(given)
@@ -273,7 +277,7 @@ class SGLangEngine:
         from extractor.engine.cpu_attention import ATTENTION_BACKEND, attend_as
 
         values: dict[str, Any] = {"attention_backend": ATTENTION_BACKEND}
-        if not _cpu_multiplies_bfloat16():
+        if not cpu_multiplies_bfloat16():
             # Eight times faster there, and exacter; what is stored is rounded once, at the end.
             values["dtype"] = "float32"
         values |= compat.cpu_values(architecture)

@@ -157,11 +157,12 @@ def _is_zero_bias(name: str, tensor: torch.Tensor) -> bool:
 
 def _mark(data: torch.Tensor) -> torch.Tensor | None:
     """Fill a parameter with its dtype's mark, and return what to give back to a part that keeps it:
-    the parameter's own content where that is small, else zeros. None for what cannot be marked."""
+    the content of a vector, such as a norm of ones, else zeros. None for what cannot be marked."""
     if data.is_meta or not data.numel() or not data.is_contiguous():
         return None
-    small = data.dim() < 2 or data.numel() < 1 << 16
-    held = data.clone() if small else torch.zeros((), dtype=torch.uint8, device=data.device)
+    held = (
+        data.clone() if data.dim() < 2 else torch.zeros((), dtype=torch.uint8, device=data.device)
+    )
     if (mark := _MARKS.get(data.dtype)) is not None:
         data.view(mark[0]).fill_(_signed(*mark))
         return held

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,10 @@ from extractor.memory import WRITER_BYTES
 from extractor.model import ModelSpec
 from tests.integration.conftest import Bench
 from tests.support.fake_engine import HIDDEN
+from tests.support.launch import ROOT
 from tests.support.models import build, cache_folder
+
+CASES = ROOT / "tests/data/cases"
 
 
 def config(bench: Bench, *flags: str) -> ExtractConfig:
@@ -79,6 +84,23 @@ def test_it_reads_at_a_glance_and_as_json(bench: Bench, capsys: pytest.CaptureFi
     values = json.loads(capsys.readouterr().out)
     assert values["samples"] == 40 and values["problems"] == []
     assert not (bench.output / "samples").exists()
+
+
+def test_case_50(build_model: Callable[[str], Path], tmp_path: Path):
+    """A published multimodal config with five fields of its language model, and no weights."""
+    model, case = tmp_path / "model", CASES / "50_gemma3_text_config_defaults"
+    model.mkdir()
+    files = build_model("smollm2").iterdir()
+    for file in (each for each in files if "token" in each.name or each.suffix == ".jinja"):
+        shutil.copy(file, model)
+    shutil.copy(case / "config.json", model)
+    argv = ["--device=cpu", "--dry-run", f"--model={model}", f"--data={case / 'input.jsonl'}"]
+    estimate = make_estimate(
+        parse(ExtractConfig, [*argv, f"--output={tmp_path / 'out'}"], "extract")
+    )
+    assert estimate.rejected == 0 and estimate.samples > 0
+    assert "34 layers of 2,560" in estimate.model
+    assert 3e9 * 2 < estimate.device.weights < 5e9 * 2  # of four thousand million parameters
 
 
 def test_too_little_room_is_an_exit_code(bench: Bench, monkeypatch: pytest.MonkeyPatch):

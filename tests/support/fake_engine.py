@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from extractor.engine.base import EngineInfo, EngineOptions
+from extractor.engine.base import EngineInfo, EngineOptions, Numbers
+from extractor.engine.settings import numbers
 from extractor.model import ModelSpec
 from extractor.records import Batch, CapturedBatch
 from extractor.states import States
@@ -36,7 +37,8 @@ def expected_topk(ids: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 
 class FakeEngine:
-    """See Engine. before(n) is called ahead of this rank's n-th pass and may raise, sleep or kill."""
+    """See Engine. before(n) is called ahead of this rank's n-th pass and may raise, sleep or kill;
+    states of poison tokens are not a number."""
 
     def __init__(
         self,
@@ -45,7 +47,9 @@ class FakeEngine:
         place: Place,
         options: EngineOptions,
         before: Callable[[int], None],
+        poison: Sequence[int] = (),
     ) -> None:
+        self._poison = torch.tensor(poison, dtype=torch.int64)
         self._hidden, self._states, self._place = spec.hidden_size, states, place
         self._options, self._before = options, before
         self._passes = 0
@@ -76,6 +80,8 @@ class FakeEngine:
             name: torch.cat([expected(ids, name, self._hidden) for ids in sequences])
             for name in self._states.names
         }
+        for state in states.values():
+            state[torch.isin(batch.input_ids, self._poison)] = torch.nan
         if k := self._options.topk:
             each = [expected_topk(ids, k) for ids in sequences]
             states |= {key: torch.cat([part[key] for part in each]) for key in (LOGPROBS, IDS)}
@@ -93,7 +99,9 @@ class FakeBackend:
         before: Callable[[int], None] = lambda _: None,
         on_load: Callable[[], None] = lambda: None,
         on_import: Callable[[], None] = lambda: None,
+        poison: Sequence[int] = (),
     ) -> None:
+        self._poison = poison
         self._before, self._on_load, self._on_import = before, on_load, on_import
         self._imported = False
 
@@ -108,15 +116,23 @@ class FakeBackend:
             self._imported = True
             self._on_import()
 
+    def numbers(
+        self, spec: ModelSpec, device: torch.device, sglang_args: Mapping[str, str]
+    ) -> Numbers:
+        return numbers(spec, device, sglang_args)
+
     def check_model(self, spec: ModelSpec, place: Place, sglang_args: Mapping[str, str]) -> None:
         self.import_modules(torch.device("cpu"))
+
+    def applies_window(self, spec: ModelSpec) -> bool:
+        return False
 
     def build(
         self, spec: ModelSpec, states: States, place: Place, options: EngineOptions
     ) -> FakeEngine:
         self.import_modules(options.device)
         self._on_load()
-        return FakeEngine(spec, states, place, options, self._before)
+        return FakeEngine(spec, states, place, options, self._before, self._poison)
 
 
 def make_model(folder: Path) -> Path:

@@ -30,7 +30,7 @@ def run(
     from tests.support.faults import Faults
 
     here = Faults(faults, log)
-    backend = FakeBackend(here.before_pass, here.on_load, here.on_import)
+    backend = FakeBackend(here.before_pass, here.on_load, here.on_import, here.poison())
     real = wanted.prepare
 
     def slow_prepare(*args: object, **kwargs: object) -> object:

@@ -32,6 +32,7 @@ Kind = Literal[
     "slow_os",  # a system call on a path takes seconds
     "stale",  # folders whose path contains `path` look empty, as to an old cache of NFS
     "processes",  # writer processes, as on a GPU; faults of files happen in them
+    "nan",  # states of the token `at` are not a number
     "log_fsync",  # note what was forced to disk, for power_cut()
 ]
 CALLS = ("write", "writev", "fsync", "open", "rename")
@@ -113,6 +114,10 @@ class Faults:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def poison(self) -> list[int]:
+        """Tokens whose states are not a number."""
+        return [fault.at for fault in self._faults if fault.kind == "nan"]
 
     def on_load(self) -> None:
         self._sleep("slow_load")

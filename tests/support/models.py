@@ -205,6 +205,14 @@ def _carry_more(model: Any) -> None:
         model.model.embed_tokens.weight.mul_(20.0)
 
 
+def _strengthen(model: Any) -> None:
+    """Matrices four times as large: attention that looks at some tokens and not at all alike."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight.mul_(4.0)
+
+
 def _vary_sinks(model: Any) -> None:
     """Attention sinks start near zero, alike in all heads; trained ones take much of the weight."""
     with torch.no_grad():
@@ -455,6 +463,52 @@ BUILDERS: dict[str, Callable[[Path, Path], None]] = {
             )
         ),
         _separate_experts,
+    ),
+    # What the start-up proof is for: two tables of one rotary embedding, a window that SGLang's class
+    # leaves out, biases that it leaves out, and a factor that it does not read.
+    "odd_longrope": Random(
+        lambda: transformers.LlamaConfig(
+            **_grouped(
+                4,
+                num_hidden_layers=2,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                    "short_factor": [1.0] * 16,
+                    "long_factor": [1 + n / 2 for n in range(16)],
+                },
+                max_position_embeddings=512,
+            ),
+        ),
+        _both(_vary, _strengthen),
+    ),
+    "odd_window": Random(
+        lambda: transformers.MistralConfig(
+            **_grouped(4, num_hidden_layers=2, head_dim=32, sliding_window=64)
+        ),
+        _both(_vary, _strengthen),
+    ),
+    "odd_bias": Random(
+        lambda: transformers.LlamaConfig(**_grouped(4, num_hidden_layers=2, mlp_bias=True)),
+        _both(_vary, _strengthen),
+    ),
+    "odd_yarn": Random(
+        lambda: transformers.LlamaConfig(
+            **_grouped(
+                4,
+                num_hidden_layers=2,
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 1024,
+                    "attention_factor": 0.7,
+                },
+            )
+        ),
+        _both(_vary, _strengthen),
     ),
     "think": _variant(template="case_think"),
     "strict": _variant(template="case_strict"),

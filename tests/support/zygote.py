@@ -171,8 +171,12 @@ class Zygote:
 
 def _serve() -> None:
     # The imports that are paid once.
+    from transformers import CONFIG_MAPPING
+
     from extractor import pipeline  # noqa: F401
     from tests.support import fake_engine, fake_extract, faulty_writer  # noqa: F401
+
+    _ = CONFIG_MAPPING["qwen3"]  # the fake model's config class, which imports a second's worth
 
     ended: dict[int, int] = {}
     for line in sys.stdin:
@@ -183,6 +187,8 @@ def _serve() -> None:
                 ended[pid] = _code(status)
             answer = ended.get(request["poll"])
         else:
+            if any(item.startswith("--sglang") for item in request["argv"]):
+                import sglang.srt.server_args  # noqa: F401  (its fields are looked up; seconds, once)
             answer = os.fork()
             if answer == 0:
                 sys.stdin.close()

@@ -1,7 +1,9 @@
 """From files to a store: what is kept, what is refused, and what is left on disk."""
 
+import dataclasses
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,32 @@ def test_what_changes_is_named(
     with pytest.raises(UsageError, match=f"holds a run of other samples; what changed: {name} "):
         run(data, **settings)
     assert [path.name for path in first.path.parent.iterdir()] == [first.path.name]
+
+
+@pytest.mark.parametrize(
+    ("file", "trust", "name"),
+    [
+        ("tool_declaration.py", True, "remote code"),
+        ("tool_declaration.py", False, None),  # it does not run
+        ("vocab.bpe", False, "tokenizer"),
+        ("source.spm", False, "tokenizer"),
+    ],
+)
+def test_files_that_decide_ids_are_in(
+    file: str, trust: bool, name: str | None, run: Run, tmp_path: Path
+) -> None:
+    """Also those that only the tokenizer's own code reads, or imports."""
+    model = tmp_path / "model"
+    shutil.copytree(run.model.path, model)
+    run.model = dataclasses.replace(run.model, path=model)
+    data = rows(10, tmp_path / "a.jsonl")
+    settings = {"trust_remote_code": trust}
+    (model / file).write_text("x = 1\n")
+    first = run(data, **settings)
+    (model / file).write_text("x = 2\n")
+    second = run(data, **settings)
+    found = [each.partition(" (")[0] for each in changed_parts(first.parts, second.parts)]
+    assert found == ([name] if name else [])
 
 
 def test_leftovers_of_a_killed_run_are_removed(run: Run, tmp_path: Path) -> None:

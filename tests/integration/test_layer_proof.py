@@ -32,7 +32,7 @@ def proof_of(model: Path, longest: int, *without: str, ranks: int = 1) -> dict[s
 )
 def test_right_models_pass(build_model: Build, name: str, ranks: int) -> None:
     proof = proof_of(build_model(name), 300, ranks=ranks)
-    assert not proof["skipped"] and 0 < proof["worst"] < 1, proof
+    assert not proof["skipped"] and proof["worst"] < 1, proof
     assert proof["tokens"] == 256 and proof["layers"]
 
 

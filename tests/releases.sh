@@ -17,10 +17,9 @@ export PIP_NO_CACHE_DIR=1
 room=$((16 << 20))
 table="" failed=0
 
-# Everything from one index: a local build of PyTorch does not fit the torchvision of PyPI.
-export PIP_FIND_LINKS=
 # The releases want cuda-tile 1.6.0rc5, which only NVIDIA's own index has. It compiles kernels for GPUs,
-# which these tests do not use: where that index is out of reach, the newest one of PyPI will do.
+# which these tests do not use: where that index is out of reach, the newest one of PyPI will do. (=== takes
+# no build of PyTorch with a label of its own, which PyPI's torchvision does not fit.)
 environment() {
     local release="$1" venv="$2"
     EXTRACTOR_SGLANG=$release EXTRACTOR_VENV=$venv bash -euo pipefail -c \
@@ -31,14 +30,14 @@ environment() {
         "$venv/bin/python" - > "$venv/wanted.txt" << 'PYTHON' &&
 import importlib.metadata
 import re
-import sys
 
 wanted = importlib.metadata.requires("sglang") or []
 ours = importlib.metadata.requires("hidden-state-extractor") or []
 extras = re.compile(r"; extra == \"(test|demo|report)\"$")
 for line in [*wanted, *(extras.sub("", each) for each in ours)]:
     if "extra ==" not in line and not re.match(r"sglang\b(?!-)", line):
-        print(re.sub(r"^cuda-tile==\S+", "cuda-tile", line))
+        line = re.sub(r"^cuda-tile==\S+", "cuda-tile", line)
+        print(re.sub(r"^torch==", "torch===", line))
 PYTHON
         "${pip[@]}" -r "$venv/wanted.txt" &&
         touch "$venv/.extractor-test,demo,report-$release-$(cksum < pyproject.toml | cut -d' ' -f1)"

@@ -40,6 +40,15 @@ def test_every_symbol_is_in_the_installed_release() -> None:
     assert len(found) == wanted
 
 
+def test_every_release_is_tried() -> None:
+    """The newest by tests/run.sh, the oldest by .ci/run, and those between them by tests/releases.sh."""
+    between = range(compat.FIRST[2] + 1, compat.LAST[2])
+    listed = " ".join(f"{compat.FIRST[0]}.{compat.FIRST[1]}.{patch}" for patch in between)
+    assert f"releases=({listed})" in (ROOT / "tests/releases.sh").read_text()
+    for path, release in (("tests/run.sh", compat.LAST), (".ci/run", compat.FIRST)):
+        assert f"={'.'.join(map(str, release))}\n" in (ROOT / path).read_text()
+
+
 def test_a_symbol_that_is_missing_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ("extractor.errors", "NoSuchThing")
     monkeypatch.setitem(compat.SYMBOLS, place, (compat.FIRST, compat.LAST))

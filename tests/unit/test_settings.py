@@ -12,6 +12,7 @@ import torch
 from extractor import fingerprint
 from extractor.config import key_value
 from extractor.engine import compat, settings
+from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import EngineOptions
 from extractor.engine.sglang import SGLangEngine
 from extractor.errors import UsageError
@@ -105,6 +106,19 @@ def test_harmless_fields_are_fields() -> None:
     assert not settings.SET_HERE & set(settings.HARMLESS)
 
 
+def server_args(spec: ModelSpec, device: str, *items: str) -> dict[str, Any]:
+    """What the engine gives SGLang, where compat.server_args gives back what it is given."""
+    engine = object.__new__(SGLangEngine)
+    engine._options = EngineOptions(
+        device=torch.device(device),
+        max_tokens=64,
+        max_sequences=8,
+        longest=32,
+        sglang_args=args(*items),
+    )
+    return engine._server_args(spec, PLACE)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("architecture", ["FakeForCausalLM", "GptOssForCausalLM"])
 def test_what_the_engine_sets_is_known(
@@ -113,16 +127,25 @@ def test_what_the_engine_sets_is_known(
     """A field that the engine gives another value than SGLang's default is harmless, the dtype, or one
     whose default is something else than not to give it."""
     monkeypatch.setattr(compat, "server_args", lambda values: values)
-    engine = object.__new__(SGLangEngine)
-    engine._options = EngineOptions(
-        device=torch.device(device), max_tokens=64, max_sequences=8, longest=32, sglang_args={}
-    )
-    spec = dataclasses.replace(spec, architecture=architecture)
-    values: dict[str, Any] = engine._server_args(spec, PLACE)
+    values = server_args(dataclasses.replace(spec, architecture=architecture), device)
     fields = inspect.signature(compat.symbol("sglang.srt.server_args", "ServerArgs")).parameters
     changed = {name for name, value in values.items() if value != fields[name].default}
     # --trust-remote-code is the user's word for the one, and each run has the other as it needs it.
     assert changed - {"trust_remote_code"} <= {*settings.HARMLESS, *settings.SET_HERE, "dtype"}
+
+
+@pytest.mark.parametrize("item", ["dtype=auto", "dtype=float32", "dtype=half", ""])
+@pytest.mark.parametrize("units", [False, True])
+def test_the_engine_computes_in_what_is_foretold(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, units: bool, item: str
+) -> None:
+    for module in (settings, engine_sglang):
+        monkeypatch.setattr(module, "cpu_multiplies_bfloat16", lambda: units)
+    monkeypatch.setattr(compat, "server_args", lambda values: values)
+    items = (item,) if item else ()
+    asked = server_args(spec, "cpu", *items).get("dtype", "auto")
+    computed = {"auto": spec.served_dtype, "half": "float16"}.get(asked, asked)
+    assert computed == settings.computing_dtype(spec, torch.device("cpu"), args(*items))
 
 
 @pytest.mark.parametrize(

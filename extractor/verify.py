@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -31,6 +31,7 @@ from extractor.reference import (
 )
 from extractor.store import sample_path
 from extractor.topk import IDS, LOGPROBS
+from extractor.values import AtLeastOne, Place
 
 PREFIX = "hidden_states."
 
@@ -41,13 +42,13 @@ class VerifyConfig:
 
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The output folder."""
-    samples: int = 4
+    samples: AtLeastOne = 4
     """How many, chosen at random, the same for the same seed."""
     seed: int = 0
     """Of the choice."""
-    model: str | None = None
+    model: Place | None = None
     """The checkpoint; default: the path that run.json remembers."""
-    device: str = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     """cpu, cuda, or auto: accelerate spreads the model over GPUs, host memory and disk."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""

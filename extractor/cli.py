@@ -67,14 +67,18 @@ def _no_verb(verb: str) -> int:
 def _printed(run: Callable[[], int]) -> int:
     """Its exit code, once stdout has what it printed. A reader that wants no more of it, such as head,
     ends it without a word."""
+    code = EXIT_OK
     try:
         code = run()
         sys.stdout.flush()
-    except BrokenPipeError:
-        if not reader_is_gone(sys.stdout):
-            raise
+    except OSError as error:
+        gone = reader_is_gone(sys.stdout)
         discard(sys.stdout)
-        return READER_GONE
+        if gone:
+            return READER_GONE
+        if not code:
+            complain(f"cannot write to stdout: {error.strerror}")
+        return code or EXIT_FAILED
     return code
 
 
@@ -93,10 +97,10 @@ def outcome(verb: Callable[[], int]) -> int:
         return _end(error, error.code, shows=error.elsewhere)
     except RunError as error:
         return _end(error, EXIT_FAILED, shows=True)
-    except BrokenPipeError as error:
-        if reader_is_gone(sys.stdout):
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone(sys.stdout):
             raise
-        return _bug(error)
+        return _end(_refused_by_system(error), EXIT_FAILED, shows=True)
     except Exception as error:
         return _bug(error)
     if code in ENDS and not has_recorded():
@@ -111,6 +115,11 @@ def _end(error: UsageError | RunError, code: int, *, shows: bool) -> int:
     elif _let_others_speak() and code == EXIT_USAGE:
         record_line("refused, for the reason that another rank gives")
     return code
+
+
+def _refused_by_system(error: OSError) -> RunError:
+    where = f"{error.filename}: " if error.filename else "reading or writing failed: "
+    return RunError(f"{where}{error.strerror or error}")
 
 
 def _bug(error: Exception) -> int:

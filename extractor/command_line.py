@@ -122,13 +122,13 @@ def _unknown(kind: type, word: str, prog: str, shared: type) -> str:
 
 def _from_words(kind: type, words: Mapping[str, Any]) -> dict[str, Any]:
     fields = hints(kind)
-    given = {
-        name: Given(
-            from_word(fields[name], word) if isinstance(word, str) else word, flag(name), word
-        )
-        for name, word in words.items()
-    }
-    return _decoded(fields, given)
+    return _decoded(fields, {name: _given(name, fields[name], words[name]) for name in words})
+
+
+def _given(name: str, hint: Any, words: str | list[str] | bool) -> "Given":
+    if isinstance(words, str):
+        return Given(from_word(hint, words), flag(name), words)
+    return Given(words, flag(name), " ".join(words) if isinstance(words, list) else words)
 
 
 # The file --------------------------------------------------------------------------------------------

@@ -17,10 +17,13 @@ import tyro
 from extractor import command_line
 from extractor.errors import SharedUsageError, UsageError
 from extractor.printable import printable
-from extractor.values import AtLeastOne, NotNegative, Place, check_fields
+from extractor.values import AtLeastOne, KeyValue, NotNegative, Place, check_fields
 
 C = TypeVar("C")
 StoredDtype = Literal["auto", "bfloat16", "float16", "float32", "float8_e4m3fn"]
+Pairs = Annotated[
+    tyro.conf.UseAppendAction[tuple[KeyValue, ...]], tyro.conf.arg(metavar="KEY=VALUE")
+]
 Supervise = Literal["assistant", "last", "all"]
 Turns = Literal["whole", "each"]
 LayoutName = Literal[
@@ -47,7 +50,7 @@ class DataConfig:
     """A row that cannot be used: stop before the model loads, naming each, or go on without it."""
     chat_template: Path | None = None
     """A Jinja file instead of the tokenizer's own template."""
-    template_arg: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    template_arg: Pairs = ()
     """KEY=VALUE for the template, such as enable_thinking=false; repeatable."""
     supervise: Supervise = "assistant"
     """What loss_mask marks: every assistant turn, the last one, or every token."""
@@ -74,8 +77,6 @@ class DataConfig:
     def check(self) -> None:
         """Raises UsageError for what is wrong whatever the rows, the model and the machine are."""
         check_fields(self)
-        for item in self.template_arg:
-            key_value(item, "--template-arg")
         if self.shuffle_seed is not None and self.limit is None:
             raise UsageError("--shuffle-seed chooses the rows of --limit: give --limit too")
         if self.max_length is not None and self.min_length > self.max_length:
@@ -106,9 +107,7 @@ class ExtractConfig(DataConfig):
     """I/N: this job's part of the rows, for job arrays."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA when there is one."""
-    sglang: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
-    ] = ()
+    sglang: Pairs = ()
     """Any field of SGLang's ServerArgs; repeatable."""
     layout: LayoutName = "native"
     """Whose file format to write; each keeps its own project's conventions, and adds the last
@@ -151,7 +150,7 @@ class ExtractConfig(DataConfig):
 
     def check(self) -> None:
         DataConfig.check(self)
-        _ = self.shard_index, self.sglang_args
+        _ = self.shard_index
         if not self.dry_run and (self.json or self.tokens_per_second is not None):
             raise UsageError("--json and --tokens-per-second go with --dry-run")
 

@@ -1,6 +1,7 @@
 """Names of states: from what a user asks to 0-based layers, `embed` and `final`."""
 
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def _from_drafter(place: str) -> list[str]:
 
 
 def _drafter_config(place: str) -> dict[str, Any]:
-    path = Path(place).expanduser() if place.startswith("~/") else Path(place)
+    path = Path(os.path.expanduser(place))  # noqa: PTH111  (an unknown user stays as it is)
     file = path / "config.json" if path.is_dir() else path
     if not place or not file.is_file():
         raise UsageError(f"--layers draft:{place}: wanted a drafter's folder, or its config.json")

@@ -9,6 +9,8 @@ import logging
 import os
 import select
 import sys
+from collections.abc import Generator
+from pathlib import Path
 from typing import TextIO
 
 from extractor.printable import printable
@@ -34,7 +36,7 @@ def complain(text: str) -> None:
 
 
 @contextlib.contextmanager
-def ignoring_lost_stream():
+def ignoring_lost_stream() -> Generator[None]:
     """Within, a stream that cannot be written to (its reader or its terminal is gone, its disk is
     full) is no error: what is told to a person is worth less than the run that tells it."""
     with contextlib.suppress(OSError, ValueError):
@@ -43,6 +45,9 @@ def ignoring_lost_stream():
 
 def prepare_streams() -> None:
     """Make stdout and stderr take any text, whatever their encoding is, and log in readable lines."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed before the program began
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  (open to the end)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore

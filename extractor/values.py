@@ -25,6 +25,7 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 # A path, or a name on the hub.
 Place = Annotated[str, msgspec.Meta(min_length=1, extra={"path": True})]
+KeyValue = Annotated[str, msgspec.Meta(pattern=r"^\s*[^=\s][^=]*=", extra={"words": "KEY=VALUE"})]
 
 # Decimal, without what YAML 1.1 reads in its own ways: no octal 012, no 1_000, no infinity.
 WHOLE = re.compile(r"-?(?:0|[1-9][0-9]*)")
@@ -130,7 +131,11 @@ def _words(member: Any) -> str:
     if kind in (int, float):
         return f"a {'whole ' if kind is int else ''}number{_bounds(member)}"
     if typing.get_origin(kind) is tuple:
-        return f"a list, each {_words(typing.get_args(kind)[0])}"
+        inner = _words(typing.get_args(kind)[0])
+        return inner if inner.isupper() else f"a list, each {inner}"
+    for meta in _metas(member):
+        if meta.extra and "words" in meta.extra:
+            return meta.extra["words"]
     return "a path" if kind is Path or _is_place(member) else "text"
 
 

@@ -31,6 +31,7 @@ from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.lock import ALL_ROWS, LOCK, FolderLock
 from extractor.progress import ProgressLine, say
 from extractor.store import DTYPE_NAMES, SAMPLES, VOCAB
+from extractor.values import AtLeastOne
 
 SHOWN = 10
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -52,7 +53,7 @@ class CheckConfig:
     """Remove what is bad or was left behind; the next run writes it again."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
-    workers: int | None = None
+    workers: AtLeastOne | None = None
     """Threads; default: four a CPU core, as much of it is waiting for the disk."""
 
 

@@ -1,20 +1,27 @@
 """Verbs of `extractor` and `python -m extractor`, and how a run's end becomes an exit code."""
 
-import logging
-import os
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 
+from extractor.config import PrepareConfig, ShowConfig, parse, read_extract
 from extractor.errors import (
     EXIT_AGAIN,
     EXIT_FAILED,
     EXIT_OK,
+    EXIT_REJECTS,
     EXIT_USAGE,
     PeerError,
     RunError,
+    SharedUsageError,
     UsageError,
 )
 from extractor.signals import Stopped, StopSignals
+from extractor.terminal import complain, discard, prepare_streams, reader_is_gone
+from extractor.torchrun import Launch, has_recorded, is_first_here, record_error, record_line
+from extractor.values import nearest
 
 VERBS = {
     "extract": "write hidden states (the main job; start it with torchrun)",
@@ -25,62 +32,123 @@ VERBS = {
     "convert": "a folder again in another project's file format, or back",
     "report": "a page with pictures of what a folder holds and how it was made",
 }
+# How long a rank that has nothing of its own to say waits for the one that has. torchrun ends all
+# ranks when one has left, and its report is of those that left first.
+FIRST_WORD_SECONDS = 5.0
+# What torchrun's report ends with where the end is no error.
+ENDS = {
+    EXIT_REJECTS: "done, but rows were rejected that nobody allowed for: rejects.jsonl names them",
+    EXIT_AGAIN: "stopped by a signal with work left: start the same command again",
+}
+READER_GONE = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a verb and exit. Mistakes of the user's are one line on rank 0."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    prepare_streams()
+    sys.exit(_printed(lambda: _main(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
     verb = arguments[0] if arguments else "--help"
-    if verb not in VERBS:
+    if verb in VERBS:
+        return outcome(lambda: _run(verb, arguments[1:]))
+    if verb in ("--help", "-h", "help"):
         _help()
-        sys.exit(EXIT_OK if verb in ("--help", "-h", "help") else EXIT_USAGE)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    sys.exit(outcome(lambda: _run(verb, arguments[1:])))
+        return EXIT_OK
+    return outcome(lambda: _no_verb(verb))
+
+
+def _no_verb(verb: str) -> int:
+    raise UsageError(f"{verb}: no such verb{nearest(verb, VERBS)} (extractor --help)")
+
+
+def _printed(run: Callable[[], int]) -> int:
+    """Its exit code, once stdout has what it printed. A reader that wants no more of it, such as head,
+    ends it without a word."""
+    code = EXIT_OK
+    try:
+        code = run()
+        sys.stdout.flush()
+    except OSError as error:
+        gone = reader_is_gone(sys.stdout)
+        discard(sys.stdout)
+        if gone:
+            return READER_GONE
+        if not code:
+            complain(f"cannot write to stdout: {error.strerror}")
+        return code or EXIT_FAILED
+    return code
 
 
 def outcome(verb: Callable[[], int]) -> int:
-    """Run it, and turn its end into an exit code. torchrun is told of what went wrong in a run."""
+    """Run it, and turn its end into an exit code. torchrun is told of whatever is not a good end."""
     try:
-        return verb()
-    except UsageError as error:
-        return _complain(str(error), EXIT_USAGE)
+        code = verb()
     except Stopped:
-        return EXIT_AGAIN
+        code = EXIT_AGAIN
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except UsageError as error:
+        alone = not isinstance(error, SharedUsageError)
+        return _end(error, EXIT_USAGE, shows=alone or is_first_here())
     except PeerError as error:
-        _tell_torchrun(error)
-        return _complain(str(error), EXIT_FAILED) if error.elsewhere else EXIT_FAILED
+        return _end(error, error.code, shows=error.elsewhere)
     except RunError as error:
-        _tell_torchrun(error)
-        return _complain(str(error), EXIT_FAILED)
+        return _end(error, EXIT_FAILED, shows=True)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone(sys.stdout):
+            raise
+        return _end(_refused_by_system(error), EXIT_FAILED, shows=True)
     except Exception as error:
-        _tell_torchrun(error)
-        raise
+        return _bug(error)
+    if code in ENDS and not has_recorded():
+        record_line(ENDS[code])
+    return code
 
 
-def _tell_torchrun(error: BaseException) -> None:
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from extractor.topology import record_error  # noqa: PLC0415
+def _end(error: UsageError | RunError, code: int, *, shows: bool) -> int:
+    record_error(error)
+    if shows:
+        complain(str(error))
+    elif _let_others_speak() and code == EXIT_USAGE:
+        record_line("refused, for the reason that another rank gives")
+    return code
 
-        record_error(error)
+
+def _refused_by_system(error: OSError) -> RunError:
+    where = f"{error.filename}: " if error.filename else "reading or writing failed: "
+    return RunError(f"{where}{error.strerror or error}")
+
+
+def _bug(error: Exception) -> int:
+    """Nobody's mistake but this program's: all that is known of it."""
+    record_error(error)
+    complain("".join(traceback.format_exception(error)).rstrip())
+    return EXIT_FAILED
+
+
+def _let_others_speak() -> bool:
+    """Wait for torchrun's SIGTERM, which says that the rank with the reason has left.
+
+    Returns whether it came."""
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    end = time.monotonic() + FIRST_WORD_SECONDS
+    while not signals and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(signals)
 
 
 def _run(verb: str, arguments: list[str]) -> int:
     # Each verb imports what it needs and no more, so that --help answers at once.
     if verb == "extract":
-        # Before the imports, which take a while. A signal in them is kept for when this rank can tell
-        # the others that it was asked to stop and has not died.
-        stop = StopSignals()
-        from extractor.pipeline import extract  # noqa: PLC0415
-
-        return extract(arguments, stop=stop)
+        return _extract(arguments)
     if verb == "prepare":
-        from extractor.prepare_verb import prepare  # noqa: PLC0415
-
-        return prepare(arguments)
+        return _prepare(arguments)
     if verb == "show":
-        from extractor.prepare_verb import show  # noqa: PLC0415
-
-        return show(arguments)
+        return _show(arguments)
     if verb == "verify":
         from extractor.verify import verify  # noqa: PLC0415
 
@@ -100,9 +168,29 @@ def _run(verb: str, arguments: list[str]) -> int:
     raise AssertionError(verb)
 
 
-def _complain(text: str, code: int) -> int:
-    print(f"extractor: {text}", file=sys.stderr, flush=True)  # noqa: T201
-    return code
+def _extract(arguments: list[str]) -> int:
+    # All that can be refused is, before the imports, which take a while. A signal in them is kept for
+    # when this rank can tell the others that it was asked to stop and has not died.
+    stop = StopSignals()
+    config = read_extract(arguments)
+    Launch.from_environment()
+    from extractor.pipeline import run  # noqa: PLC0415
+
+    return run(config, stop=stop)
+
+
+def _prepare(arguments: list[str]) -> int:
+    config = parse(PrepareConfig, arguments, "extractor prepare")
+    from extractor.prepare_verb import prepare  # noqa: PLC0415
+
+    return prepare(config)
+
+
+def _show(arguments: list[str]) -> int:
+    config = parse(ShowConfig, arguments, "extractor show")
+    from extractor.prepare_verb import show  # noqa: PLC0415
+
+    return show(config)
 
 
 def _help() -> None:

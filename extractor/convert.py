@@ -27,6 +27,7 @@ from extractor.reader import map_sample
 from extractor.records import Reject, Sample
 from extractor.states import FINAL, States
 from extractor.store import VOCAB, Blob
+from extractor.values import AtLeastOne
 
 NON_FINITE = "non_finite"
 
@@ -45,7 +46,7 @@ class ConvertConfig:
     """Which of the folder's states, and in what order; default: all of them, as they are."""
     dtype: StoredDtype = "auto"
     """Stored dtype; auto keeps the folder's own."""
-    workers: int | None = None
+    workers: AtLeastOne | None = None
     """Threads; default: from the CPU cores."""
 
 

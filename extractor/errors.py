@@ -9,17 +9,25 @@ class UsageError(ValueError):
     """What the user gave cannot be run. Shown as one line; exit code 2; nothing has been written."""
 
 
+class SharedUsageError(UsageError):
+    """The same, found by every rank of this machine for itself: the first of them shows it."""
+
+
 class RunError(RuntimeError):
     """A run that had begun cannot go on (a full disk, a broken store). One line; exit code 1."""
 
 
 class PeerError(RunError):
-    """Another rank's RunError, heard here. That rank shows it; this one does so only when the other
-    is elsewhere, on another machine, whose output a person may not see."""
+    """Another rank's error, heard here. That rank shows it; this one does so only when the other is
+    elsewhere, on another machine, whose output a person may not see.
 
-    def __init__(self, text: str, *, elsewhere: bool) -> None:
+    Attributes:
+        code: what this rank ends with, as the other does.
+    """
+
+    def __init__(self, text: str, *, elsewhere: bool, code: int = EXIT_FAILED) -> None:
         super().__init__(text)
-        self.elsewhere = elsewhere
+        self.elsewhere, self.code = elsewhere, code
 
 
 def disk_error(error: OSError) -> RunError:

@@ -55,6 +55,7 @@ class Job:
         plan: path of the batches' file, or "" when rank 0 is the only writer.
         budget: sizes of a batch.
         answer: an exit code when there is nothing to run, else None.
+        reason: why rank 0 refuses or fails, for a rank on another machine to show; else "".
     """
 
     model: str = ""
@@ -65,6 +66,7 @@ class Job:
     plan: str = ""
     budget: dict[str, int] = field(default_factory=dict)
     answer: int | None = None
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,7 @@ def lead_and_tell(
     try:
         job, lead = _decide(config, place, device, backend, begun, importing)
     except BaseException as error:
-        tell(Job(answer=_exit_code(error)))
+        tell(Job(answer=_exit_code(error), reason=str(error)))
         raise
     tell(job)
     return job, lead

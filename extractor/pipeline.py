@@ -2,8 +2,6 @@
 model, and each replica's writer pumps batches through it to disk."""
 
 import contextlib
-import io
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from extractor.config import ExtractConfig, parse
+from extractor.config import ExtractConfig, read_extract
 from extractor.data.store import PreparedStore
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Backend, EngineOptions
-from extractor.errors import EXIT_AGAIN, UsageError, disk_error
+from extractor.errors import EXIT_AGAIN, EXIT_FAILED, PeerError, UsageError, disk_error
 from extractor.journal import write_run
 from extractor.lead import Job, Lead, check_count, finish, hear_job, lead_and_tell, read_plan
 from extractor.memory import Budget
@@ -26,7 +24,8 @@ from extractor.pump import Writing, follow, write_batches
 from extractor.run_record import mark_end, run_path
 from extractor.signals import Stopped, StopSignals
 from extractor.states import States
-from extractor.topology import Place, World, is_broken_connection, record_error
+from extractor.topology import Place, World, is_broken_connection
+from extractor.torchrun import Launch, record_error
 from extractor.wanted import make_layout
 from extractor.watch import Watch
 
@@ -36,14 +35,17 @@ JOIN, START = "join", "start"  # where a replica's ranks meet
 def extract(
     argv: Sequence[str], backend: Backend = engine_sglang, stop: StopSignals | None = None
 ) -> int:
+    """The verb from its command line: see run."""
+    return run(read_extract(argv), backend, stop)
+
+
+def run(
+    config: ExtractConfig, backend: Backend = engine_sglang, stop: StopSignals | None = None
+) -> int:
     """The verb: returns the exit code, raises UsageError and RunError."""
     begun = time.perf_counter()
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    quiet = contextlib.nullcontext() if first else contextlib.redirect_stderr(io.StringIO())
-    with quiet:
-        config = parse(ExtractConfig, argv, "extractor extract")
-    config.check()
     if config.dry_run:
+        Launch.from_environment()  # refuses what dry_run would read
         from extractor.dry_run import dry_run  # noqa: PLC0415  (accelerate comes with it)
 
         return dry_run(config)
@@ -69,9 +71,11 @@ def extract(
     try:
         code = _watched(config, place, world, device, backend, watch, begun)
     except BaseException as error:
-        watch.fail(error)
+        shown = watch.fail(error)
         if not isinstance(error, UsageError | SystemExit):
             watch.last_words("failed", str(error))
+        if shown is not error:
+            raise shown from error
         raise
     finally:
         watch.close()
@@ -98,6 +102,9 @@ def _watched(
                 job = hear_job(world, device, backend, watch.check)
         if job.answer == EXIT_AGAIN:  # rank 0 waits for the word of all that they stop
             raise Stopped("rank 0")
+        if job.reason:
+            elsewhere = place.rank != place.local_rank  # not on rank 0's machine
+            raise PeerError(job.reason, elsewhere=elsewhere, code=job.answer or EXIT_FAILED)
         if job.answer is not None:
             return job.answer
         return _work(config, place, world, device, backend, job, lead, watch)

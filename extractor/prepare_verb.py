@@ -2,14 +2,9 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from extractor.config import DataConfig, parse
+from extractor.config import DataConfig, PrepareConfig, ShowConfig
 from extractor.data import prepare as front_end
 from extractor.data.show import show as show_row
 from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
@@ -19,14 +14,8 @@ from extractor.progress import ProgressLine, say
 from extractor.store import VOCAB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareConfig(DataConfig):
-    """Tokenize and mask the rows, beside the output; extract goes on from there."""
-
-
-def prepare(argv: Sequence[str]) -> int:
+def prepare(config: PrepareConfig) -> int:
     """Returns the exit code; raises UsageError."""
-    config = parse(PrepareConfig, argv, "extractor prepare")
     spec = ModelSpec.read(config.model)
     line = ProgressLine("tokenizing", None, "row")
     try:
@@ -40,31 +29,8 @@ def prepare(argv: Sequence[str]) -> int:
     return EXIT_OK
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowConfig:
-    """A sample in the terminal, its supervised text coloured; a rejected row says why."""
-
-    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """An output folder, or a data file (then give --model)."""
-    row: int = 0
-    """Number of the row, from 0."""
-    model: str | None = None
-    """Where the tokenizer comes from, for a data file or a folder that was moved."""
-    ids: bool = False
-    """Also a line a token: position, id, mask, text."""
-    chat_template: Path | None = None
-    """As in extract, for a data file."""
-    turns: str = "whole"
-    """As in extract, for a data file."""
-    supervise: str = "assistant"
-    """As in extract, for a data file."""
-    trust_remote_code: bool = False
-    """As in extract."""
-
-
-def show(argv: Sequence[str]) -> int:
+def show(config: ShowConfig) -> int:
     """Returns 0, or 1 for a rejected row; raises UsageError."""
-    config = parse(ShowConfig, argv, "extractor show")
     data = None
     if config.model is not None:
         same = {f.name for f in dataclasses.fields(DataConfig)} & {

@@ -7,13 +7,18 @@ from typing import Any
 
 from tqdm import tqdm
 
+from extractor.printable import printable
+from extractor.terminal import ignoring_lost_stream, readable
+
 PLAIN_SECONDS = 20.0
 
 
 def say(text: str) -> None:
-    """A line for the person who started the run, on stderr, beside any progress line."""
-    tqdm.write(text, file=sys.stderr)
-    sys.stderr.flush()
+    """A line for the person who started the run, on stderr, beside any progress line. Control
+    characters in it are escaped; of several lines all but the first are indented."""
+    with ignoring_lost_stream():
+        tqdm.write(readable(text), file=sys.stderr)
+        sys.stderr.flush()
 
 
 class ProgressLine:
@@ -21,11 +26,11 @@ class ProgressLine:
 
     def __init__(self, what: str, total: int | None, unit: str, quiet: bool = False) -> None:
         self._terminal = sys.stderr.isatty()
-        self._what, self._total, self._unit = what, total, unit
+        self._what, self._total, self._unit = printable(what), total, unit
         self._count, self._begun, self._last = 0, time.monotonic(), time.monotonic()
         self._bar: Any = tqdm(
             total=total,
-            desc=what,
+            desc=self._what,
             unit=unit,
             unit_scale=True,
             disable=quiet or not self._terminal,
@@ -39,9 +44,11 @@ class ProgressLine:
         if self._quiet:
             return
         if self._terminal:
-            if describe is not None:
-                self._bar.set_postfix_str(describe(), refresh=False)
-            self._bar.update(delta)
+            words = printable(describe()) if describe else None
+            with ignoring_lost_stream():
+                if words is not None:
+                    self._bar.set_postfix_str(words, refresh=False)
+                self._bar.update(delta)
         elif time.monotonic() - self._last > PLAIN_SECONDS:
             self._last = time.monotonic()
             self._plain(describe() if describe else "")
@@ -57,7 +64,8 @@ class ProgressLine:
         say(f"{text}, {rate:,.0f} {self._unit}s/s{', ' if words else ''}{words}")
 
     def close(self) -> None:
-        self._bar.close()
+        with ignoring_lost_stream():
+            self._bar.close()
 
 
 class Timeline:

@@ -7,7 +7,7 @@ wait for each other on the GPU; across replicas there is only torchrun's key-val
 
 import contextlib
 import json
-import os
+import queue
 import threading
 import time
 import uuid
@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from extractor.errors import RunError, UsageError
+from extractor.errors import RunError, SharedUsageError
+from extractor.progress import say
 from extractor.records import Batch
+from extractor.signals import Stopped
+from extractor.torchrun import Launch
 
 # Ranks wait for rank 0 while it tokenizes or while its disk is slow: hours are normal there. A dead
 # rank is noticed all the same, because torchrun ends the others and gloo sees its socket close.
@@ -30,6 +32,10 @@ PATIENCE = timedelta(days=7)
 FAREWELL_SECONDS = 10.0
 # How long a rank waits for rank 0 of another node to have begun.
 WELCOME_SECONDS = 600.0
+# How long a rank waits for the store of torchrun's agent, and for that of rank 0 where no agent has
+# one; and after how long it says so.
+AGENT_SECONDS, HOST_SECONDS = 30.0, 120.0
+SAID_AFTER_SECONDS = 5.0
 _STOP = -1
 
 
@@ -56,23 +62,24 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.world_size % self.tp:
-            raise UsageError(
+            raise SharedUsageError(
                 f"--tp {self.tp} does not divide the world of {self.world_size} ranks: "
                 f"start {self.tp} ranks, or a multiple of that"
             )
 
     @classmethod
     def from_environment(cls, tp: int | None) -> "Place":
-        """Raises UsageError when tp does not divide the world."""
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        """Raises UsageError for variables that do not fit together, and when tp does not divide the
+        world."""
+        launch = Launch.from_environment()
         return cls(
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=world_size,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            tp=tp or world_size,
-            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            local_rank=launch.local_rank,
+            tp=tp or launch.world_size,
+            restart=launch.restart,
+            nodes=launch.nodes,
+            local_size=launch.local_size,
         )
 
     @property
@@ -102,9 +109,11 @@ class World:
     """The store that all ranks share and this replica's groups. Make one a process, and close it."""
 
     def __init__(self, place: Place, stopping: Callable[[], bool] = lambda: False) -> None:
-        """stopping: whether this rank was asked to stop, so that it does not wait for long."""
+        """stopping: whether this rank was asked to stop, so that it does not wait for long.
+
+        Raises RunError when rank 0, or torchrun's store, does not come in time."""
         self.place = place
-        store = _open_store(place)
+        store = _open_store(place, stopping)
         with _store_errors():
             self._store = dist.PrefixStore(f"extractor/{_life(store, place, stopping)}", store)
 
@@ -269,44 +278,62 @@ def is_broken_connection(error: BaseException) -> bool:
     )
 
 
-def record_error(error: BaseException) -> None:
-    """Write torchrun's error file, so that it names this rank and its error as the root cause."""
-    handler = get_error_handler()
-    try:
-        raise error
-    except BaseException as raised:
-        handler.record_exception(raised)
-
-
-def _agent_has_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _open_store(place: Place) -> dist.Store:
+def _open_store(place: Place, stopping: Callable[[], bool]) -> dist.Store:
     """torchrun's own store, by the address it gives; nothing here listens on a port of its own,
-    except in a world without torchrun's agent store, where rank 0 must."""
-    if place.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    except in a world without torchrun's agent store, where rank 0 must.
+
+    Raises RunError when there is none in time, and Stopped when this rank is asked to stop before."""
+    launch = Launch.from_environment()
+    if not launch.host:
         return dist.HashStore()
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not host or not port:
-        raise UsageError(
-            f"WORLD_SIZE is {place.world_size} but MASTER_ADDR and MASTER_PORT are not set: "
-            "start with torchrun"
-        )
+    # An agent's store is there before its ranks are, or the agent has died since.
+    patience = AGENT_SECONDS if launch.agent_has_store else HOST_SECONDS
+    opened: queue.Queue[dist.Store | Exception] = queue.Queue()
+    # In a thread, because the connection is made in C code, where no signal handler runs.
+    threading.Thread(target=_connect, args=(launch, patience, opened), daemon=True).start()
+    where = f"{launch.host}:{launch.port}"
+    whose = "torchrun's store" if launch.agent_has_store else "the store of rank 0"
+    begun, said = time.monotonic(), False
+    while (waited := time.monotonic() - begun) < patience:
+        with contextlib.suppress(queue.Empty):
+            store = opened.get(timeout=0.2)
+            if isinstance(store, Exception):
+                raise RunError(f"cannot reach {whose} at {where}: {_first_line(store)}") from store
+            store.set_timeout(timedelta(seconds=patience))
+            return store
+        if stopping():
+            raise Stopped("while connecting")
+        if waited > SAID_AFTER_SECONDS and not said:
+            say(f"rank {place.rank} waits for {whose} at {where}, for at most {patience:.0f} s")
+            said = True
+    raise RunError(
+        f"rank {place.rank} has not reached {whose} at {where} in {patience:.0f} s: "
+        "start all ranks, rank 0 among them, as torchrun does"
+    )
+
+
+def _connect(
+    launch: Launch, patience: float, opened: "queue.Queue[dist.Store | Exception]"
+) -> None:
     try:
         store = dist.TCPStore(
-            host,
-            int(port),
-            world_size=place.world_size,
-            is_master=place.rank == 0 and not _agent_has_store(),
-            # An agent's store is there before its ranks are, or the agent has died since. (c10d tries
-            # for about twice this.)
-            timeout=timedelta(seconds=15) if _agent_has_store() else timedelta(minutes=5),
+            launch.host,
+            launch.port,
+            world_size=launch.world_size,
+            is_master=launch.rank == 0 and not launch.agent_has_store,
+            # Longer than anybody waits for it: what it gives up is said by the one who waits.
+            timeout=timedelta(seconds=2 * patience),
             wait_for_workers=False,
         )
-    except (RuntimeError, OSError) as error:
-        raise RunError(f"cannot reach torchrun's store at {host}:{port}: {error}") from error
-    return store
+    except (RuntimeError, OSError, ValueError) as error:
+        opened.put(error)
+    else:
+        opened.put(store)
+
+
+def _first_line(error: Exception) -> str:
+    """Without the C++ stack that PyTorch adds."""
+    return str(error).partition("\n")[0]
 
 
 def _life(store: dist.Store, place: Place, stopping: Callable[[], bool]) -> str:

@@ -34,6 +34,7 @@ from extractor.reference import (
 from extractor.states import EMBED, FINAL
 from extractor.store import sample_path
 from extractor.topk import IDS, LOGPROBS
+from extractor.values import AtLeastOne, Place
 
 PREFIX = "hidden_states."
 
@@ -44,11 +45,11 @@ class VerifyConfig:
 
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The output folder."""
-    samples: int = 4
+    samples: AtLeastOne = 4
     """How many, chosen at random, the same for the same seed."""
     seed: int = 0
     """Of the choice."""
-    model: str | None = None
+    model: Place | None = None
     """The checkpoint; default: the path that run.json remembers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where layers run, one at a time; auto takes CUDA when there is one."""

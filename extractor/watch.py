@@ -22,14 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from extractor.errors import EXIT_AGAIN, EXIT_FAILED, PeerError, RunError
+from extractor.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_USAGE, PeerError, RunError, UsageError
 from extractor.progress import say
 from extractor.signals import StopSignals
+from extractor.terminal import complain
 
 BEAT_SECONDS = 1.0
 # Beats without a sign of life of the neighbour, by the stage it was last seen in. Before the first
 # forward a rank may import or map large files in C code that lets no thread run.
 SILENT_BEATS = {"prepare": 600, "load": 600, "run": 20}
+# Beats until a neighbour has come at all: it may still be importing.
+ABSENT_BEATS = 600
 # From hearing of a failure to leaving, for what is being written to be finished or removed.
 GRACE_SECONDS = 5.0
 # From a signal to leaving by force. torchrun kills what is left after 30. Rank 0 goes first, for it
@@ -197,12 +200,26 @@ class Watch:
             del self._steps[kind]
         pace.took(tokens, self._clock() - begun)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on. The first rank's word counts."""
+    def fail(self, error: BaseException) -> BaseException:
+        """Tell the other ranks that this one cannot go on. The first rank's word counts.
+
+        Returns what this rank ends with: the error, or a PeerError when another rank has refused the
+        same before, so that ranks which all find it say it once."""
         if isinstance(error, PeerError) or self._failure is not None:
-            return
+            return error
+        text = str(error) or repr(error)
         with contextlib.suppress(RunError):  # the store may be what failed
-            self._publish(f"rank {self._rank}: {str(error) or repr(error)}", stuck=False)
+            first = self._publish(f"rank {self._rank}: {text}", stuck=False)
+            if not first and isinstance(error, UsageError):
+                return self._said_before(text) or error
+        return error
+
+    def _said_before(self, text: str) -> PeerError | None:
+        failure = self._board.look(FAILED)
+        if not failure or failure["text"] != f"rank {failure['rank']}: {text}":
+            return None
+        elsewhere = failure["host"] != socket.gethostname()
+        return PeerError(text, elsewhere=elsewhere, code=EXIT_USAGE)
 
     def say_stopping(self) -> None:
         self._board.post(f"{STOP}/{self._rank}", True)
@@ -283,10 +300,13 @@ class Watch:
         # Counted in this rank's own beats, not in seconds: time in which everything stood still
         # (a suspended machine, a store that does not answer) is nobody's silence.
         beat = self._board.look(f"beat/{self._neighbour}")
-        if beat is None or beat != self._seen:
+        if beat != self._seen:
             self._seen, self._unchanged = beat, 0
             return
         self._unchanged += 1
+        if beat is None:
+            self._look_for_absent()
+            return
         _, stage, note = beat
         if stage == "end":
             return
@@ -302,6 +322,14 @@ class Watch:
         self._publish(text, stuck=True)
         # The threads that work hear of it, and have a moment to finish what they write.
 
+    def _look_for_absent(self) -> None:
+        if self._unchanged > ABSENT_BEATS:
+            self._publish(
+                f"rank {self._neighbour} has not come in {ABSENT_BEATS * BEAT_SECONDS:.0f} s: start "
+                f"all {self._world_size} ranks, as torchrun does",
+                stuck=True,
+            )
+
     def _look_at_own_steps(self) -> None:
         for step in list(self._steps.values()):
             seconds, where = self._clock() - step.begun, _where(step.thread)
@@ -315,21 +343,23 @@ class Watch:
             self._publish(text, stuck=True)
             self._end(EXIT_FAILED, RunError(text))
 
-    def _publish(self, text: str, stuck: bool) -> None:
+    def _publish(self, text: str, stuck: bool) -> bool:
+        """Returns whether this is the first failure of any rank."""
         note = {"rank": self._rank, "host": socket.gethostname(), "text": text, "stuck": stuck}
         self._failure, self._failed_at = note, self._clock()
-        if self._board.first(f"{FAILED}/count"):
+        first = self._board.first(f"{FAILED}/count")
+        if first:
             self._board.post(FAILED, note)
+        return first
 
     def _end(self, code: int, error: RunError | None) -> None:
         """Leave at once: the main thread cannot."""
         if error is not None and not (isinstance(error, PeerError) and not error.elsewhere):
-            print(f"extractor: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            complain(str(error))
         if error is not None:
             self._record(error)
         self.last_words("stopped" if code == EXIT_AGAIN else "failed", str(error or ""))
         self._closed.set()
-        sys.stderr.flush()
         self._leave(code)
 
 

@@ -33,18 +33,21 @@ start_step() {
     done
 }
 
-# The value of --output among the arguments of extract.
+# The value of --output among the arguments of extract: the last one, with ~ expanded, as extract does.
 output_of() {
-    local previous=
+    local previous= found=
     for argument in "$@"; do
         case $previous:$argument in
-            --output:*) echo "$argument"; return ;;
-            *:--output=*) echo "${argument#--output=}"; return ;;
+            --output:*) found=$argument ;;
+            *:--output=*) found=${argument#--output=} ;;
         esac
         previous=$argument
     done
-    echo "wanted --output FOLDER among the arguments" >&2
-    return 2
+    if [[ -z $found ]]; then
+        echo "wanted --output FOLDER among the arguments" >&2
+        return 2
+    fi
+    echo "${found/#\~\//$HOME/}"
 }
 
 status_of() {

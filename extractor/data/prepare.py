@@ -82,24 +82,11 @@ def prepare(
 
 
 def check(config: DataConfig, model: ModelSpec) -> None:
-    """Raises UsageError for flags that no input could satisfy."""
-    for name in ("max_length", "limit", "workers"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: wanted 1 or more")
-    for name in ("min_length", "min_supervised"):
-        if getattr(config, name) < 0:
-            raise UsageError(f"--{name.replace('_', '-')}: wanted 0 or more")
-    if config.shuffle_seed is not None and config.limit is None:
-        raise UsageError("--shuffle-seed chooses the rows of --limit: give --limit too")
+    """Raises UsageError for flags that this model or this machine cannot satisfy."""
     if config.max_length is not None and config.max_length > model.context_length:
         raise UsageError(
             f"--max-length {config.max_length}: "
             f"the model's context is {model.context_length} tokens"
-        )
-    if config.max_length is not None and config.min_length > config.max_length:
-        raise UsageError(
-            f"--min-length {config.min_length} is more than --max-length {config.max_length}"
         )
     if config.output.exists() and not config.output.is_dir():
         raise UsageError(f"--output {config.output}: is a file, not a folder")

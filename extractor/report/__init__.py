@@ -16,6 +16,7 @@ from extractor.config import parse
 from extractor.errors import EXIT_OK, UsageError
 from extractor.files import write_whole
 from extractor.progress import say
+from extractor.values import NotNegative
 
 PAGE = "report.html"
 
@@ -28,7 +29,7 @@ class ReportConfig:
     """Folder that extract or convert wrote; it may still be growing."""
     page: Path | None = None
     """File to write; default: report.html in the folder."""
-    states_of: int = 64
+    states_of: NotNegative = 64
     """How many samples' states to read, evenly spread over the rows."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import extract, torchrun
+from tests.support.launch import extract
 
 Build = Callable[[str], Path]
 
@@ -91,12 +91,3 @@ def test_foreign_folder_and_file(build_model: Build, data: Path, tmp_path: Path)
     result = extract(build_model("tiny_qwen3"), data, data, "--layers", "1,2")
     assert result.worker_code == 2
     assert "is a file" in result.complaints[0]
-
-
-@pytest.mark.slow
-def test_no_verb_and_unknown_flag(tmp_path: Path) -> None:
-    result = torchrun(
-        1, "launch/extract.py", "--model", "x", "--data", "y", "--output", "z", "--no"
-    )
-    assert result.worker_code == 2
-    assert "--no" in result.text

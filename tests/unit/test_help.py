@@ -7,9 +7,8 @@ import pytest
 
 from extractor.check import CheckConfig
 from extractor.cli import VERBS
-from extractor.config import ExtractConfig, parse
+from extractor.config import ExtractConfig, PrepareConfig, ShowConfig, parse
 from extractor.convert import ConvertConfig
-from extractor.prepare_verb import PrepareConfig, ShowConfig
 from extractor.report import ReportConfig
 from extractor.verify import VerifyConfig
 

@@ -4,13 +4,14 @@ import itertools
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extractor.progress import Timeline
 from extractor.run_record import process_age
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3000), st.floats(0.001, 100))
 def test_a_timeline_stays_light_and_keeps_the_end(steps: int, pace: float):
     timeline = Timeline(most=50)

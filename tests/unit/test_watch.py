@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from extractor import watch as module
-from extractor.errors import PeerError, RunError
+from extractor.errors import PeerError, RunError, UsageError
 from extractor.watch import Life, Pace, Watch
 from tests.support.faults import Clock
 
@@ -219,3 +219,25 @@ def test_a_store_that_is_gone() -> None:
     ranks.board.post = gone  # pyright: ignore
     ranks.watches[0].tick()
     assert ranks.left == [(0, 1)]
+
+
+def test_a_neighbour_that_never_comes() -> None:
+    """Its first sign of life has a limit too: a world started by hand may lack a rank."""
+    ranks = Ranks(2)
+    del ranks.board.notes["beat/1"]
+    ranks.tick(1, times=module.ABSENT_BEATS)
+    assert ranks.left == []
+    ranks.watches[0].check()
+    ranks.tick(1, times=2)
+    with pytest.raises(RunError, match="rank 1 has not come in 600 s: start all 2 ranks"):
+        ranks.watches[0].check()
+
+
+def test_what_two_ranks_refuse_is_said_once() -> None:
+    ranks = Ranks(3)
+    first, second = UsageError("no such field"), UsageError("no such field")
+    assert ranks.watches[0].fail(first) is first
+    heard = ranks.watches[1].fail(second)
+    assert isinstance(heard, PeerError) and str(heard) == "no such field" and heard.code == 2
+    other = UsageError("rank 1 has no GPU")  # another mistake is said as well
+    assert ranks.watches[2].fail(other) is other

@@ -106,7 +106,7 @@ def test_processes_give_what_one_process_gives(
 ) -> None:
     data = rows(300, tmp_path / "a.jsonl")
     alone = run(data, workers=1, output=tmp_path / "one")
-    monkeypatch.setattr(work, "IN_PROCESS_ROWS", 100)
+    monkeypatch.setattr(work, "FEW_ROWS", 100)
     many = run(data, workers=2, output=tmp_path / "two")
     assert alone.digest == many.digest
     files = sorted(path.name for path in alone.path.iterdir())
@@ -118,7 +118,8 @@ def test_processes_give_what_one_process_gives(
 def test_a_worker_that_dies_is_an_error(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "IN_PROCESS_ROWS", 10)
+    monkeypatch.setattr(work, "FEW_ROWS", 10)
+    monkeypatch.setattr(work, "SPARE", [])
     monkeypatch.setattr(work.sys, "executable", "/bin/false")
     with pytest.raises(RunError, match="a process that tokenizes died"):
         run(rows(100, tmp_path / "a.jsonl"), workers=2)

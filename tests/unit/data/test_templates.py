@@ -1,5 +1,7 @@
 """What is supervised under templates that behave as the public ones do."""
 
+from typing import Any
+
 import pytest
 from data_kit import (
     NAMES,
@@ -21,6 +23,14 @@ FIRST = ("user", "Say <|im_start|>assistant\n<think> hi")
 THOUGHT = ("assistant", "<think>\nhm\n</think>\n\nHi <|im_end|> there.")
 SECOND = ("user", "Hi there. Again!")
 LAST = ("assistant", "<think>\nmore\n</think>\n\nHi there.")
+CUTS_THOUGHTS = ("deepseek_r1", "deepseek_v3")  # out of every turn, also the last
+
+
+def talk(name: str) -> dict[str, Any]:
+    last = ("assistant", "Hi there.") if name in CUTS_THOUGHTS else LAST
+    return chat(SYSTEM, FIRST, THOUGHT, SECOND, last)
+
+
 KEPT = "<think>\nhm\n</think>\n\nHi <|im_end|> there."
 KEPT_LAST = "<think>\nmore\n</think>\n\nHi there."
 
@@ -32,11 +42,11 @@ TALK: dict[str, list[str]] = {
     "qwen3": ["Hi <|im_end|> there.<|im_end|>", KEPT_LAST + "<|im_end|>"],
     "deepseek_v3": [
         "\n\nHi <|im_end|> there.<｜end▁of▁sentence｜>",
-        "\n\nHi there.<｜end▁of▁sentence｜>",
+        "Hi there.<｜end▁of▁sentence｜>",
     ],
     "deepseek_r1": [
         "\n\nHi <|im_end|> there.<｜end▁of▁sentence｜>",
-        "\n\nHi there.<｜end▁of▁sentence｜>",
+        "Hi there.<｜end▁of▁sentence｜>",
     ],
     "kimi_k2": [KEPT + "<|im_end|>", KEPT_LAST + "<|im_end|>"],
     "gemma3": [KEPT + "<end_of_turn>", KEPT_LAST + "<end_of_turn>"],
@@ -51,21 +61,25 @@ TALK: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_talk(name: str, converter: Make, tokenizer: Tokenizer) -> None:
-    outcome = convert(converter(name), chat(SYSTEM, FIRST, THOUGHT, SECOND, LAST))
+    outcome = convert(converter(name), talk(name))
     assert supervised(outcome, tokenizer) == TALK[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_the_last_turn(name: str, converter: Make, tokenizer: Tokenizer) -> None:
     made = converter(name, supervise="last")
-    outcome = convert(made, chat(SYSTEM, FIRST, THOUGHT, SECOND, LAST))
+    outcome = convert(made, talk(name))
     assert supervised(outcome, tokenizer) == TALK[name][1:]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_turn_sees_no_later_one(name: str, converter: Make, tokenizer: Tokenizer) -> None:
     made = converter(name, turns="each")
-    outcome = convert(made, chat(SYSTEM, FIRST, THOUGHT, SECOND, LAST))
+    outcome = convert(made, talk(name))
+    if name in CUTS_THOUGHTS:  # out of the first turn as well, which is a last one here
+        assert [piece.turn for piece in outcome.pieces] == [2]
+        assert reasons(outcome) == ["not_rendered"]
+        return
     assert [piece.turn for piece in outcome.pieces] == [1, 2]
     assert supervised(outcome, tokenizer, 1) == TALK[name][1:]
     first = convert(made, chat(SYSTEM, FIRST, THOUGHT))

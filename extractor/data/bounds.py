@@ -16,11 +16,12 @@ from types import FrameType
 from extractor.data.rows import BadRow
 
 ROW_BYTES = 16 << 20  # of a record as it is read: ids and mask of a million tokens are 10 MB
-TEXT_CHARACTERS = 4 << 20  # of a rendered row, or more where the model's context is longer
-CHARACTERS_PER_TOKEN = 8
-ROW_SECONDS = 20.0  # of CPU; a row of four million characters takes about five
+TEXT_BYTES = 4 << 20  # of a rendered row, or more where the model's context is longer
+BYTES_PER_TOKEN = 8
+ROW_SECONDS = 15.0  # of CPU; the longest rows take about five
 PROBE_SECONDS = 5.0  # of CPU, for each short conversation that a template is learned from
-WORKER_BYTES = 2 << 30  # of address space beyond what the worker has when it begins
+WORKER_BYTES_PER_BYTE = 384  # of address space, beyond what the worker has when it begins; the
+# longest rows take 250, of many tokens
 
 Guard = Callable[[float], AbstractContextManager[None]]
 
@@ -71,27 +72,36 @@ def _raise_late(_number: int, _frame: FrameType | None) -> None:
 
 def too_much_memory() -> BadRow:
     return BadRow(
-        "too_large", f"rendering it takes more than {WORKER_BYTES >> 30} GiB: the chat template "
-        "may print it many times"
-    )  # fmt: skip
+        "too_large",
+        "rendering it takes more memory than any row may: the chat template may print it many "
+        "times, or grow a text without end",
+    )
 
 
 def too_many_bytes(what: str) -> BadRow:
     return BadRow("too_large", f"a {what} of more than {ROW_BYTES >> 20} MiB")
 
 
-def too_much_text(characters: int, most: int) -> BadRow:
-    return BadRow("too_large", f"{characters:,} characters: the most are {most:,}")
+def check_length(text: str, most: int) -> None:
+    """Raises BadRow for a text of more than so many bytes of UTF-8."""
+    length = (
+        len(text)
+        if text.isascii() or len(text) > most
+        else len(text.encode("utf-8", "surrogatepass"))
+    )
+    if length > most:
+        raise BadRow("too_large", f"{length:,} bytes when it is rendered: the most are {most:,}")
 
 
-def most_characters(context_length: int) -> int:
-    return max(TEXT_CHARACTERS, CHARACTERS_PER_TOKEN * context_length)
+def most_text(context_length: int) -> int:
+    """Bytes of UTF-8 that a rendered row may have."""
+    return max(TEXT_BYTES, BYTES_PER_TOKEN * context_length)
 
 
-def bound_memory() -> None:
-    """Give this process WORKER_BYTES more than it has."""
+def bound_memory(text_bytes: int) -> None:
+    """Give this process as much more as the longest row may need. text_bytes: of that row."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    wanted = pages * resource.getpagesize() + WORKER_BYTES
+    wanted = pages * resource.getpagesize() + WORKER_BYTES_PER_BYTE * text_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)

@@ -6,6 +6,7 @@ types of tool calls; and, in every turn but the last, reasoning, which templates
 conversation's history as the model is served.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -38,6 +39,9 @@ def check_rendered(
     if conversation.tools and not any(message < NOBODY for message, _ in shown):
         raise BadRow("tools_not_rendered", "the chat template does not print the row's tools")
     last = last_turn(conversation)
+    sayings: defaultdict[int, list[Saying]] = defaultdict(list)
+    for saying in trace.said:
+        sayings[saying.whose.message].append(saying)
     for number, message in enumerate(conversation.messages):
         if message["role"] != "assistant":
             if message["content"].strip() and (number, Kind.OTHER) not in shown:
@@ -46,7 +50,7 @@ def check_rendered(
                     f"the chat template drops message {number} ({message['role']})",
                 )
             continue
-        said = [saying for saying in trace.said if saying.whose.message == number]
+        said = sayings[number]
         for saying in said:
             _check_words(saying, number, own, all_of_it=number == last and number in wanted)
         _check_calls(said, number)

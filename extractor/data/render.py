@@ -23,10 +23,10 @@ from transformers.utils.chat_template_utils import (
 
 from extractor.data.bounds import (
     PROBE_SECONDS,
-    TEXT_CHARACTERS,
+    TEXT_BYTES,
     Guard,
+    check_length,
     too_much_memory,
-    too_much_text,
     unbounded,
 )
 from extractor.data.disguise import DISGUISES, Disguise
@@ -107,7 +107,7 @@ class ChatTemplate:
         source: the Jinja text.
         variables: what transformers adds for every render: the special tokens, and the user's
             --template-arg values over them.
-        most: characters that a render may have.
+        most: bytes that a render may have.
         guard: bounds the CPU seconds of each attempt to learn something of the template.
 
     Attributes:
@@ -125,7 +125,7 @@ class ChatTemplate:
         self,
         source: str,
         variables: Mapping[str, Any],
-        most: int = TEXT_CHARACTERS,
+        most: int = TEXT_BYTES,
         guard: Guard = unbounded,
     ) -> None:
         self.source = source
@@ -195,8 +195,6 @@ class ChatTemplate:
             add_generation_prompt=generation_prompt,
             **self.variables,
         )
-        if len(rendered[0]) > self.most:
-            raise too_much_text(len(rendered[0]), self.most)
         return rendered[0]
 
     def trace(self, conversation: Conversation, generation_prompt: bool = False) -> Trace:
@@ -251,6 +249,7 @@ class ChatTemplate:
         """
         try:
             text = self.plain(conversation)
+            check_length(text, self.most)
             trace, sources = self._trace(conversation)
         except BadRow:
             raise

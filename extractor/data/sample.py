@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateSyntaxError
 
-from extractor.data.bounds import ROW_SECONDS, Guard, most_characters, too_much_text, unbounded
+from extractor.data.bounds import ROW_SECONDS, Guard, check_length, most_text, unbounded
 from extractor.data.encode import Encoded, Encoder, FastEncoder, PythonEncoder, token_mask
 from extractor.data.forms import render
 from extractor.data.normalise import (
@@ -226,7 +226,8 @@ class Converter:
                 "text that is already rendered does not say what the assistant said "
                 "(--supervise all marks every token)",
             )
-        text = self._of_bounded_length(_encodable(found.text))
+        text = _encodable(found.text)
+        check_length(text, most_text(self.rules.limits.context_length))
         return _Draft(raw, row_id, 0, text, None)
 
     def _cuts(self, talk: Conversation) -> Iterable[tuple[int, Conversation, list[int]]]:
@@ -255,12 +256,6 @@ class Converter:
             for span in spans(trace, talk, shape, wanted, template.has_generation_blocks):
                 marked[span.start : span.stop] = True
             return _Draft(raw, row_id, turn, text, marked)
-
-    def _of_bounded_length(self, text: str) -> str:
-        most = most_characters(self.rules.limits.context_length)
-        if len(text) > most:
-            raise too_much_text(len(text), most)
-        return text
 
     def _template(self, talk: Conversation) -> tuple[ChatTemplate, TurnShape]:
         templates = self.rules.templates
@@ -293,7 +288,7 @@ class Converter:
             made = ChatTemplate(
                 rules.templates[name],
                 {**rules.variables, **variables},
-                most=most_characters(rules.limits.context_length),
+                most=most_text(rules.limits.context_length),
                 guard=self._guard,
             )
             return made, TurnShape.learn(made, rules.special_tokens, rules.eos, rules.added_tokens)

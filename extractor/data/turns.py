@@ -21,6 +21,7 @@ from extractor.data.normalise import Conversation
 from extractor.data.render import NOBODY, ChatTemplate, Kind, Trace
 from extractor.data.rows import BadRow, Message, Supervise
 
+WINDOW = 4096  # characters looked at at a time
 _USER: Message = {"role": "user", "content": "Where do geese go?"}
 _AGAIN: Message = {"role": "user", "content": "And ducks?"}
 _SYSTEM: Message = {"role": "system", "content": "Speak of birds."}
@@ -269,22 +270,36 @@ def spans(
     Raises:
         BadRow: "mask_unproved" when a turn's place is not certain.
     """
+    generated = _generated(trace)
     if blocks:
-        return _block_spans(trace, wanted)
+        return _block_spans(trace, wanted, generated)
     bones = trace.bones()
     somebody = np.flatnonzero(trace.origin >= 0)
     found: list[Span] = []
     for turn in wanted:
-        span = _turn_span(trace, conversation, shape, turn, bones, somebody)
+        span = _turn_span(trace, conversation, shape, turn, generated[turn], bones, somebody)
         if found and span.start < found[-1].stop:
             raise BadRow("mask_unproved", f"turns {found[-1].message} and {turn} overlap")
         found.append(span)
     return found
 
 
-def _generated(trace: Trace, turn: int) -> np.ndarray:
-    """Positions of what the assistant said in a turn, first prints only."""
-    return np.flatnonzero((trace.message == turn) & (trace.kind < Kind.OTHER) & ~trace.copied)
+def _generated(trace: Trace) -> dict[int, np.ndarray]:
+    """By turn, the positions of what the assistant said in it, first prints only."""
+    here = np.flatnonzero((trace.message >= 0) & (trace.kind < Kind.OTHER) & ~trace.copied)
+    here = here[np.argsort(trace.message[here], kind="stable")]
+    turns, firsts = np.unique(trace.message[here], return_index=True)
+    return dict(zip(turns.tolist(), np.split(here, firsts[1:]), strict=True)) if len(here) else {}
+
+
+def _next_other(trace: Trace, somebody: np.ndarray, place: int, turn: int) -> int:
+    """The first position from somebody[place] on that is not a copy of the turn's own text."""
+    for begin in range(place, len(somebody), WINDOW):
+        after = somebody[begin : begin + WINDOW]
+        others = np.flatnonzero((trace.message[after] != turn) | ~trace.copied[after])
+        if len(others):
+            return int(after[others[0]])
+    return len(trace.text)
 
 
 def _turn_span(
@@ -292,22 +307,20 @@ def _turn_span(
     conversation: Conversation,
     shape: TurnShape,
     turn: int,
+    said: np.ndarray,
     bones: str,
     somebody: np.ndarray,
 ) -> Span:
-    said = _generated(trace, turn)
     first, last = int(said[0]), int(said[-1])
     inside = trace.message[first : last + 1]
     ours = (inside == turn) & (trace.kind[first : last + 1] < Kind.OTHER)
     if not (ours | (inside == NOBODY)).all():
         raise BadRow("mask_unproved", f"other text stands inside assistant turn {turn}")
-    before = somebody[somebody < first]
-    low = int(before[-1]) + 1 if len(before) else 0
+    before = int(np.searchsorted(somebody, first))
+    low = int(somebody[before - 1]) + 1 if before else 0
     # Copies of the turn's own text may follow it, before its end (a closing tag that repeats a
     # name) or after (a tool result's header); whatever else follows is not the turn's.
-    after = somebody[somebody > last]
-    after = after[(trace.message[after] != turn) | ~trace.copied[after]]
-    high = int(after[0]) if len(after) else len(bones)
+    high = _next_other(trace, somebody, int(np.searchsorted(somebody, last, "right")), turn)
     is_call = "tool_calls" in conversation.messages[turn]
     start = low + _begin(bones[low:first], conversation, shape, turn, trace.kind[first])
     following = conversation.messages[turn + 1]["role"] if high < len(bones) else ""
@@ -379,11 +392,12 @@ def _end(tail: str, shape: TurnShape, turn: int, is_call: bool, following: str) 
     raise BadRow("mask_unproved", f"where the tool calls of turn {turn} end is not certain")
 
 
-def _block_spans(trace: Trace, wanted: list[int]) -> list[Span]:
+def _block_spans(
+    trace: Trace, wanted: list[int], generated: Mapping[int, np.ndarray]
+) -> list[Span]:
     found: list[Span] = []
     for turn in wanted:
-        said = _generated(trace, turn)
-        numbers = np.unique(trace.block[said])
+        numbers = np.unique(trace.block[generated[turn]])
         numbers = numbers[numbers > 0]
         if not len(numbers):
             raise BadRow("mask_unproved", f"turn {turn} is in no generation block of the template")

@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any
 
-from extractor.data.bounds import bound_memory, cpu_bounded
+from extractor.data.bounds import bound_memory, cpu_bounded, most_text
 from extractor.data.sample import Converter, Rules
 from extractor.errors import UsageError
 
@@ -36,12 +36,13 @@ def main() -> None:
 
 def _learned(converter: Converter) -> str | None:
     """Why the rules cannot be used, or None."""
-    bound_memory()  # what a template takes while it is learned counts as well
+    most = most_text(converter.rules.limits.context_length)
+    bound_memory(most)  # what a template takes while it is learned counts as well
     try:
         converter.learn()
     except UsageError as error:
         return str(error)
-    bound_memory()
+    bound_memory(most)
     return None
 
 

@@ -218,8 +218,10 @@ def test_literals_that_overlap_are_kept_in_the_proof(converter: Make, tokenizer:
     """The template looks for `</think>`, and "\\n</" is among its own texts as well."""
     strip = "(m.content.split('</think>')[-1] if '</think>' in m.content else m.content)"
     source = CHATML.replace("CONTENT", strip) + "{%- set unused = '\\n</' -%}"
-    outcome = convert(converter(source=source), chat(("user", "?"), THOUGHT))
-    assert supervised(outcome, tokenizer) == ["\n\nHi <|im_end|> there.<|im_end|>"]
+    outcome = convert(
+        converter(source=source), chat(("user", "?"), THOUGHT, SECOND, ("assistant", "y"))
+    )
+    assert supervised(outcome, tokenizer) == ["\n\nHi <|im_end|> there.<|im_end|>", "y<|im_end|>"]
 
 
 def test_a_template_that_wants_parts(converter: Make, tokenizer: Tokenizer) -> None:

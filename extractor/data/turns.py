@@ -179,19 +179,10 @@ class _Ends:
     ) -> "_Ends":
         final = _tail(template.attempt(_USER, _ANSWER)) or ""
         between = _between(template.attempt(_USER, _ANSWER, _AGAIN))
-        found: set[str] = set()
-        unclear = ""
-        if first := special.search(final):
-            found.add(first[0])
-        elif final.strip() and between is not None and not between.startswith(final.rstrip()):
-            unclear = final.strip()  # a footer, or a prompt that is always there
-        elif final.strip():
-            plain = added.search(final)
-            found.add(plain[0] if plain else final.strip())
-        if between is not None and not any(end in between for end in found):
-            found |= _history_terminator(template, special, between)
-            if not found:
-                found |= _history_terminator(template, added, between)
+        found, unclear = _closings(final, between, special, added)
+        for tokens in (special, added):
+            if between is not None and not any(end in between for end in found):
+                found |= _history_terminator(template, tokens, between)
         called = template.attempt(_USER, _CALL)
         printed = called is not None and any(
             saying.printed and saying.whose.kind == Kind.CALL for saying in called.said
@@ -217,6 +208,26 @@ def _openers(template: ChatTemplate) -> dict[str, str]:
         if between.startswith(closed) and between != closed:
             openers[message["role"]] = between[len(closed) :]
     return openers
+
+
+def _closings(
+    final: str, between: str | None, special: "re.Pattern[str]", added: "re.Pattern[str]"
+) -> tuple[set[str], str]:
+    """(what ends an answer, what is unclear) of the texts after a last answer and after one that a
+    question follows. Mostly a special token is in both; a text that is in both ends the turn as
+    well, and then a token after it at the end is the whole text's."""
+    first = special.search(final)
+    head = final[: first.start()] if first else final
+    if first and (between is None or first[0] in between or not head.strip()):
+        return {first[0]}, ""
+    if not head.strip():
+        return set(), ""
+    if between is None or between.startswith(head.rstrip()):
+        plain = added.search(head)
+        return {plain[0] if plain else head.strip()}, ""
+    if first:
+        return {first[0]}, ""
+    return set(), head.strip()  # a footer, or a prompt that is always there
 
 
 def _between(trace: Trace | None) -> str | None:

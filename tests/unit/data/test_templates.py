@@ -335,3 +335,70 @@ def test_what_a_template_says_no_to(converter: Make) -> None:
     outcome = convert(converter("gemma3"), chat(("user", "a"), ("user", "b"), ("assistant", "c")))
     assert reasons(outcome) == ["template_error"]
     assert "must alternate" in outcome.refusals[0].detail
+
+
+def test_a_rows_own_variables(converter: Make, tokenizer: Tokenizer) -> None:
+    """The empty thought of that row alone is in the prompt, and so it is not supervised."""
+    off = {"chat_template_kwargs": {"enable_thinking": False, "unheard_of": 1}}
+    rows = [chat(("user", "?"), ("assistant", "Seven."), **more) for more in ({}, off, {})]
+    outcome = convert(converter("qwen3"), *rows)
+    assert [supervised(outcome, tokenizer, n) for n in range(3)] == [
+        ["<think>\n\n</think>\n\nSeven.<|im_end|>"],
+        ["Seven.<|im_end|>"],
+        ["<think>\n\n</think>\n\nSeven.<|im_end|>"],
+    ]
+    assert dict(outcome.unread) == {"chat_template_kwargs unheard_of": 1}
+
+
+def test_keys_that_neither_we_nor_the_template_read(converter: Make) -> None:
+    row = chat(("user", "?"), ("assistant", "Seven."), source="web")
+    row["messages"][1] |= {"name": "Ann", "train_detail": [1]}
+    row["messages"].append({**RESULT, "name": "look"})
+    for name, extra in (("chatml", {"message key name": 2}), ("kimi_k2", {})):
+        unread = dict(convert(converter(name), row, row).unread)
+        assert unread == {"row key source": 2, "message key train_detail": 2, **extra}
+
+
+# ---- ends of turns
+
+
+def ended(answer: str, last: str) -> str:
+    return (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+        f"{{{{ '{answer}' if not loop.last else '{last}' }}}}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "last", "ends"),
+    [
+        ("<|end|>", "<|end|><|im_end|>", ("<|end|>", "<|end|>")),
+        ("<|end|><|im_end|>", "<|end|><|im_end|>", ("<|end|><|im_end|>", "<|end|><|im_end|>")),
+        ("<|end|>\\n", "<|end|>\\n<|im_end|>", ("<|end|>", "<|end|>")),
+        ("<|end|>", "<|im_end|>", ("<|end|>", "<|im_end|>")),
+        ("[done]\\n", "[done]\\n", ("[done]", "[done]")),
+        ("[done]\\n", "[done]\\n<|im_end|>", ("[done]", "[done]")),
+        ("[done]<|end|>\\n", "[done]<|end|>\\n", ("[done]<|end|>", "[done]<|end|>")),
+        ("", "", ("", "")),
+    ],
+)
+def test_ends_of_turns(
+    answer: str, last: str, ends: tuple[str, str], converter: Make, tokenizer: Tokenizer
+) -> None:
+    outcome = convert(
+        converter(source=ended(answer, last)),
+        chat(("user", "?"), ("assistant", "One."), ("user", "?"), ("assistant", "Two.")),
+    )
+    found = supervised(outcome, tokenizer)
+    assert found == [f"One.{ends[0]}", f"Two.{ends[1]}"]
+    assert bool(outcome.remarks) == (not answer)
+
+
+def test_a_footer_is_no_end_of_turn(converter: Make) -> None:
+    outcome = convert(
+        converter(source=ended("\\n### Question\\n", "\\n### Answer\\n")),
+        chat(("user", "?"), ("assistant", "One.")),
+    )
+    assert reasons(outcome) == ["mask_unproved"]
+    assert "'### Answer'" in outcome.refusals[0].detail

@@ -67,6 +67,7 @@ def _tell_torchrun(error: BaseException) -> None:
 def _run(verb: str, arguments: list[str]) -> int:
     # Each verb imports what it needs and no more, so that --help answers at once.
     if verb == "extract":
+        _check_data_names(arguments)
         # Before the imports, which take a while. A signal in them is kept for when this rank can tell
         # the others that it was asked to stop and has not died.
         stop = StopSignals()
@@ -98,6 +99,16 @@ def _run(verb: str, arguments: list[str]) -> int:
 
         return check(arguments)
     raise AssertionError(verb)
+
+
+def _check_data_names(arguments: list[str]) -> None:
+    """A mistyped --data is told before imports that take seconds. Only rank 0 reads rows, and may
+    be on the only machine that has them."""
+    if os.environ.get("RANK", "0") == "0":
+        from extractor.config import ExtractConfig, parse  # noqa: PLC0415
+        from extractor.data.read import check_names  # noqa: PLC0415
+
+        check_names(parse(ExtractConfig, arguments, "extractor extract").data)
 
 
 def _complain(text: str, code: int) -> int:

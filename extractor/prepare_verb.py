@@ -10,13 +10,9 @@ from typing import Annotated
 import tyro
 
 from extractor.config import DataConfig, parse
-from extractor.data import prepare as front_end
-from extractor.data.show import show as show_row
-from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
+from extractor.data.read import check_names
 from extractor.errors import EXIT_OK
-from extractor.model import ModelSpec
 from extractor.progress import ProgressLine, say
-from extractor.store import VOCAB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +23,16 @@ class PrepareConfig(DataConfig):
 def prepare(argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
     config = parse(PrepareConfig, argv, "extractor prepare")
+    check_names(config.data)  # before imports that take seconds
+    from extractor.data import prepare as front_end  # noqa: PLC0415
+    from extractor.data.vocab import (  # noqa: PLC0415
+        TokenCounts,
+        draft_vocabulary,
+        write_vocab,
+    )
+    from extractor.model import ModelSpec  # noqa: PLC0415
+    from extractor.store import VOCAB  # noqa: PLC0415
+
     spec = ModelSpec.read(config.model)
     line = ProgressLine("tokenizing", None, "row")
     try:
@@ -65,6 +71,10 @@ class ShowConfig:
 def show(argv: Sequence[str]) -> int:
     """Returns 0, or 1 for a rejected row; raises UsageError."""
     config = parse(ShowConfig, argv, "extractor show")
+    if not Path(config.target).expanduser().exists():
+        check_names([config.target])
+    from extractor.data.show import show as show_row  # noqa: PLC0415
+
     data = None
     if config.model is not None:
         same = {f.name for f in dataclasses.fields(DataConfig)} & {

@@ -66,7 +66,7 @@ def prepare(
             [facts for store in kept for facts in store.inputs],
         )
     except OSError as error:
-        raise UsageError(f"--data {error.filename}: {error.strerror}") from error
+        raise UsageError(f"--data {printable(str(error.filename))}: {error.strerror}") from error
     parts = digest_parts(config, model, rules, inputs)
     key = identity.combined(parts)
     for store in kept:
@@ -251,7 +251,7 @@ def _refuse_bad_rows(config: DataConfig, tally: _Tally) -> None:
             )
         )
     if not tally.rows:
-        raise UsageError(f"--data {' '.join(config.data)}: no rows")
+        raise UsageError(f"--data {printable(' '.join(config.data))}: no rows")
     if not tally.samples:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in tally.reasons.most_common())
         raise UsageError(

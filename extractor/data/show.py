@@ -54,12 +54,14 @@ def show(
         rejects = [*_rejects_of(store.rejects, row), *_run_rejects(path, row)]
         model = config.model if config is not None else store.model
         if row >= store.num_rows and not found and not rejects:
-            raise UsageError(f"--row {row}: {target} has {store.num_rows:,} rows")
+            raise UsageError(f"--row {row}: {printable(str(target))} has {store.num_rows:,} rows")
     elif config is not None:
         found, rejects = _converted(str(target), row, config)
         model = config.model
     else:
-        raise UsageError(f"{target}: no prepared samples in it; to show a data file give --model")
+        raise UsageError(
+            f"{printable(str(target))}: no prepared samples in it; to show a data file give --model"
+        )
     if not found and not rejects:
         raise UsageError(f"--row {row}: not among the rows that were used (--limit)")
     if found:
@@ -114,7 +116,7 @@ def _converted(target: str, row: int, config: DataConfig) -> tuple[list[Sample],
             return [as_sample(piece) for piece in outcome.pieces], [
                 as_reject(refusal) for refusal in outcome.refusals
             ]
-    raise UsageError(f"--row {row}: {target} has fewer rows")
+    raise UsageError(f"--row {row}: {printable(target)} has fewer rows")
 
 
 def _decoder(model: str, trust_remote_code: bool) -> Callable[[list[int]], str]:
@@ -123,7 +125,9 @@ def _decoder(model: str, trust_remote_code: bool) -> Callable[[list[int]], str]:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UsageError(f"--model {model}: the tokenizer cannot be loaded: {error}") from error
+        raise UsageError(
+            f"--model {printable(model)}: the tokenizer cannot be loaded: {printable(str(error))}"
+        ) from error
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

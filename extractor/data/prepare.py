@@ -227,7 +227,7 @@ def _report_unread(tally: _Tally, report: Report) -> None:
     if tally.unread:
         named = [
             f"{printable(what[:LONGEST_ID])} ({count:,})"
-            for what, count in tally.unread.most_common(SHOWN)
+            for what, count in sorted(tally.unread.items(), key=lambda i: (-i[1], i[0]))[:SHOWN]
         ]
         more = len(tally.unread) - len(named)
         report(

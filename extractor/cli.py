@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from extractor.config import PrepareConfig, ShowConfig, parse, read_extract
 from extractor.errors import (
@@ -173,7 +174,8 @@ def _extract(arguments: list[str]) -> int:
     # when this rank can tell the others that it was asked to stop and has not died.
     stop = StopSignals()
     config = read_extract(arguments)
-    Launch.from_environment()
+    if Launch.from_environment().rank == 0:  # who alone reads rows, and may alone have them
+        _check_names(config.data)
     from extractor.pipeline import run  # noqa: PLC0415
 
     return run(config, stop=stop)
@@ -181,6 +183,7 @@ def _extract(arguments: list[str]) -> int:
 
 def _prepare(arguments: list[str]) -> int:
     config = parse(PrepareConfig, arguments, "extractor prepare")
+    _check_names(config.data)
     from extractor.prepare_verb import prepare  # noqa: PLC0415
 
     return prepare(config)
@@ -188,9 +191,18 @@ def _prepare(arguments: list[str]) -> int:
 
 def _show(arguments: list[str]) -> int:
     config = parse(ShowConfig, arguments, "extractor show")
+    if not Path(config.target).expanduser().exists():
+        _check_names([config.target])
     from extractor.prepare_verb import show  # noqa: PLC0415
 
     return show(config)
+
+
+def _check_names(data: Sequence[str]) -> None:
+    """A mistyped name is told before imports that take seconds."""
+    from extractor.data.read import check_names  # noqa: PLC0415
+
+    check_names(data)
 
 
 def _help() -> None:

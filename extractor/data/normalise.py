@@ -8,8 +8,9 @@ Shapes, in the order in which they are looked for:
 3. `prompt` and `response` (or `completion`).
 4. `text`, already rendered.
 
-A key that holds null is a key that is not there. Two answers to one question (both `messages` and
-`conversations`, say) are refused, never chosen between.
+A key that holds null is a key that is not there. What a message thinks stands under one key
+afterwards, whatever it was called. Keys that nothing reads are noted (`unread`). Two answers to
+one question (both `messages` and `conversations`, say) are refused, never chosen between.
 """
 
 import json
@@ -19,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from extractor.data.rows import BadRow, Message
+from extractor.data.calls import tool_calls, tools
+from extractor.data.rows import BadRow, Message, kind_of, short
+from extractor.data.switches import row_switches, take_switch
 
 ROLES = {
     "system": "system",
@@ -36,7 +39,14 @@ ROLES = {
     "observation": "tool",
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING = "reasoning_content"
+REASONING_KEYS = (
+    REASONING, "reasoning", "thinking", "thought", "thoughts", "thinking_content",
+    "reasoning_text", "think", "chain_of_thought", "cot",
+)  # fmt: skip
+REASONING_PARTS = ("thinking", "reasoning", "thought")
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "conversation")
+IDS = ("id", "conversation_id")
 IGNORED_LABEL = -100
 
 
@@ -48,12 +58,16 @@ class Conversation:
         messages: each with `role` and a text `content`; an assistant's `tool_calls` have objects
             as arguments.
         tools: JSON schemas, or None.
-        unweighted: numbers of the messages that carry `weight: 0`, which are not supervised.
+        unweighted: numbers of the messages that say of themselves that they are not supervised.
+        variables: what the row's `chat_template_kwargs` give the template.
+        unread: keys of the row that nothing here reads, and switches that cannot be obeyed.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    unweighted: frozenset[int] = field(default_factory=frozenset)
+    unweighted: frozenset[int] = frozenset()
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    unread: tuple[str, ...] = ()
 
     @property
     def assistant_turns(self) -> list[int]:
@@ -79,7 +93,7 @@ Normalised = Conversation | Pretokenized | PlainText
 
 def record_id(record: Mapping[str, Any], number: int) -> str:
     """The record's own `id` or `conversation_id` as text; its number when it has none."""
-    for key in ("id", "conversation_id"):
+    for key in IDS:
         value = record.get(key)
         if isinstance(value, str | int | float) and value != "":
             return str(value)
@@ -89,6 +103,7 @@ def record_id(record: Mapping[str, Any], number: int) -> str:
 def normalise(record: Mapping[str, Any]) -> Normalised:
     """Raises BadRow."""
     given = {key for key, value in record.items() if value is not None}
+    given -= row_switches(record)
     talk = sorted(given & {"messages", "conversations"})
     if "input_ids" in given:
         if talk:
@@ -97,13 +112,13 @@ def normalise(record: Mapping[str, Any]) -> Normalised:
     if len(talk) == 2:
         raise BadRow("ambiguous", "has both messages and conversations: wanted one of them")
     if talk:
-        return _conversation(record, record[talk[0]], talk[0])
+        return _conversation(record, record[talk[0]], talk[0], given - {talk[0]})
     if "prompt" in given:
         return _prompt_response(record, given)
     if "text" in given:
         text = record["text"]
         if not isinstance(text, str) or not text:
-            raise BadRow("bad_text", f"text is {_kind(text)}: wanted a text that is not empty")
+            raise BadRow("bad_text", f"text is {kind_of(text)}: wanted a text that is not empty")
         return PlainText(text)
     shown = ", ".join(sorted(map(str, record))[:8]) or "none"
     raise BadRow(
@@ -139,14 +154,14 @@ def _integers(value: Any, key: str) -> list[int]:
     for position, item in enumerate(values):
         if type(item) is not int:  # bool is an int to Python, and 6.0 equals 6: neither is an id
             raise BadRow(
-                "bad_ids", f"{key}[{position}] is {_kind(item)} {_short(item)}: wanted an integer"
+                "bad_ids", f"{key}[{position}] is {kind_of(item)} {short(item)}: wanted an integer"
             )
     return values
 
 
 def _listed(value: Any, key: str) -> list[Any]:
     if not isinstance(value, list):
-        raise BadRow("bad_ids", f"{key} is {_kind(value)}: wanted a list of integers")
+        raise BadRow("bad_ids", f"{key} is {kind_of(value)}: wanted a list of integers")
     return value
 
 
@@ -154,7 +169,7 @@ def _mask_values(value: Any, length: int) -> list[int]:
     values = _listed(value, "loss_mask")
     for position, item in enumerate(values):
         if type(item) not in (int, bool) or item not in (0, 1):
-            raise BadRow("bad_mask", f"loss_mask[{position}] is {_short(item)}: wanted 0 or 1")
+            raise BadRow("bad_mask", f"loss_mask[{position}] is {short(item)}: wanted 0 or 1")
     if len(values) != length:
         raise BadRow("bad_mask", f"loss_mask has {len(values)} entries, input_ids {length}")
     return [int(item) for item in values]
@@ -185,40 +200,74 @@ def _prompt_response(record: Mapping[str, Any], given: set[str]) -> Conversation
     messages: list[Any] = []
     for value, role in ((prompt, "user"), (answer, "assistant")):
         messages += value if isinstance(value, list) else [{"role": role, "content": value}]
-    return _conversation(record, messages, "prompt")
+    return _conversation(record, messages, "prompt", given - {"prompt", answers[0]})
 
 
-def _conversation(record: Mapping[str, Any], messages: Any, key: str) -> Conversation:
+def _conversation(
+    record: Mapping[str, Any], messages: Any, key: str, beside: set[str]
+) -> Conversation:
     if not isinstance(messages, list):
-        raise BadRow("bad_messages", f"{key} is {_kind(messages)}: wanted a list of messages")
+        raise BadRow("bad_messages", f"{key} is {kind_of(messages)}: wanted a list of messages")
     system = record.get("system")
     if system is not None and not isinstance(system, str):
-        raise BadRow("bad_messages", f"system is {_kind(system)}: wanted a text")
+        raise BadRow("bad_messages", f"system is {kind_of(system)}: wanted a text")
     if not messages:
         raise BadRow("empty", f"{key} is empty")
+    if "functions" in beside:
+        raise BadRow("bad_tools", "functions is not read: wanted tools")
+    unread = [f"row key {key}" for key in beside.difference(IDS, READ_BESIDE)]
     unweighted: set[int] = set()
     normal: list[Message] = []
     if system:
         normal.append({"role": "system", "content": system})
     for number, message in enumerate(messages):
         try:
-            clean, weight = _message(message)
+            clean, learned = _message(message)
         except BadRow as bad:
             raise BadRow(bad.reason, f"{key}[{number}]: {bad.detail}") from None
-        if weight == 0:
+        if learned is False:
             unweighted.add(len(normal))
+        elif learned and clean["role"] != "assistant":
+            unread.append(f"a switch to learn from a {clean['role']} message")
         normal.append(clean)
     if system and normal[1]["role"] == "system":
         raise BadRow("ambiguous", f"has a system text and a system message in {key}")
     if not any(message["role"] == "assistant" for message in normal):
         raise BadRow("no_assistant", f"{key} has no assistant turn: there is nothing to supervise")
-    return Conversation(normal, _tools(record.get("tools")), frozenset(unweighted))
+    return Conversation(
+        normal,
+        tools(record.get("tools")),
+        frozenset(unweighted),
+        _variables(record.get("chat_template_kwargs")),
+        tuple(dict.fromkeys(unread)),
+    )
 
 
-def _message(message: Any) -> tuple[Message, int]:
-    """(the message with `role`, `content` and no nulls, its weight)."""
+READ_BESIDE = ("system", "tools", "chat_template_kwargs")
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    """What a row gives its template, as TRL and the servers of models read it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise BadRow("bad_messages", f"chat_template_kwargs is not JSON: {error}") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRow("bad_messages", f"chat_template_kwargs is {kind_of(value)}: wanted an object")
+    if taken := sorted(value.keys() & {*RESERVED}):
+        raise BadRow(
+            "bad_messages", f"chat_template_kwargs has {taken[0]}, which the row itself is"
+        )
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def _message(message: Any) -> tuple[Message, bool | None]:
+    """(the message with `role`, `content` and no nulls, whether it says to be learned from)."""
     if not isinstance(message, dict):
-        raise BadRow("bad_messages", f"is {_kind(message)}: wanted an object")
+        raise BadRow("bad_messages", f"is {kind_of(message)}: wanted an object")
     clean: Message = {str(key): value for key, value in message.items() if value is not None}
     role = _either(clean, "role", "from")
     if not isinstance(role, str):
@@ -226,22 +275,56 @@ def _message(message: Any) -> tuple[Message, int]:
     known = ROLES.get(role.strip().lower())
     if known is None:
         raise BadRow("unknown_role", f"unknown role {role!r}")
-    content = _text(_either(clean, "content", "value"), "content")
-    for key in REASONING_KEYS:
-        if key in clean:
-            clean[key] = _text(clean[key], key)
-    weight = clean.pop("weight", 1)
-    if weight not in (0, 1):
-        raise BadRow("bad_messages", f"weight is {_short(weight)}: wanted 0 or 1")
+    content = _either(clean, "content", "value")
+    if known == "assistant":
+        content = _thought_parts(clean, content)
+        _one_reasoning(clean)
+    learned = take_switch(clean)
     calls = clean.pop("tool_calls", None)
     if clean.get("function_call"):
         raise BadRow("bad_tool_calls", "function_call is not read: wanted tool_calls")
-    clean = {"role": known, "content": content, **clean}
+    clean = {"role": known, "content": _text(content, "content"), **clean}
     if calls:
         if known != "assistant":
             raise BadRow("bad_tool_calls", f"a {known} message has tool_calls")
-        clean["tool_calls"] = _tool_calls(calls)
-    return clean, int(weight)
+        clean["tool_calls"] = tool_calls(calls)
+    return clean, learned
+
+
+def _one_reasoning(message: Message) -> None:
+    """What an assistant thinks, under the one key REASONING."""
+    found: dict[str, str] = {}
+    for key in REASONING_KEYS:
+        if key in message:
+            found[key] = _text(message.pop(key), key)
+    said = {text for text in found.values() if text.strip()}
+    if len(said) > 1:
+        raise BadRow("ambiguous", f"{' and '.join(found)} differ")
+    if message.pop("reasoning_details", None) and not said:
+        raise BadRow("bad_content", f"reasoning_details is not read: wanted {REASONING}")
+    if found:
+        message[REASONING] = next(iter(said), "")
+
+
+def _thought_parts(message: Message, content: Any) -> Any:
+    """A list of parts that begins with thoughts, without them: they become reasoning."""
+    if not isinstance(content, list):
+        return content
+    thoughts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in REASONING_PARTS:
+            break
+        thought = part.get(kind) or part.get("text")
+        if not thought:
+            raise BadRow("bad_content", f"a content part of type {kind} has no text")
+        thoughts.append(_text(thought, kind))
+    if not thoughts:
+        return content
+    if any(key in message for key in REASONING_KEYS):
+        raise BadRow("ambiguous", "has reasoning and content parts with thoughts")
+    message[REASONING] = "".join(thoughts)
+    return content[len(thoughts) :]
 
 
 def _either(message: Message, first: str, second: str) -> Any:
@@ -257,7 +340,7 @@ def _text(value: Any, key: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise BadRow("bad_content", f"{key} is {_kind(value)}: wanted a text")
+        raise BadRow("bad_content", f"{key} is {kind_of(value)}: wanted a text")
     texts: list[str] = []
     for number, part in enumerate(value):
         if isinstance(part, dict):
@@ -265,66 +348,6 @@ def _text(value: Any, key: str) -> str:
             if kind not in TEXT_PARTS:
                 raise BadRow("bad_content", f"{key}[{number}] is of type {kind!r}: wanted text")
         if not isinstance(part, str):
-            raise BadRow("bad_content", f"{key}[{number}] is {_kind(part)}: wanted a text part")
+            raise BadRow("bad_content", f"{key}[{number}] is {kind_of(part)}: wanted a text part")
         texts.append(part)
     return "".join(texts)
-
-
-def _tool_calls(calls: Any) -> list[Message]:
-    if not isinstance(calls, list):
-        raise BadRow("bad_tool_calls", f"tool_calls is {_kind(calls)}: wanted a list")
-    clean: list[Message] = []
-    for number, call in enumerate(calls):
-        if not isinstance(call, dict):
-            raise BadRow("bad_tool_calls", f"tool_calls[{number}] is {_kind(call)}")
-        call = {key: value for key, value in call.items() if value is not None}
-        wrapped = isinstance(call.get("function"), dict)
-        function: Message = dict(call["function"]) if wrapped else dict(call)
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise BadRow("bad_tool_calls", f"tool_calls[{number}] has no name")
-        function["arguments"] = _arguments(function.get("arguments"), number)
-        clean.append({**call, "function": function} if wrapped else function)
-    return clean
-
-
-def _arguments(value: Any, number: int) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise BadRow(
-                "bad_tool_calls", f"tool_calls[{number}].arguments is not JSON: {error}"
-            ) from None
-    if not isinstance(value, dict):
-        raise BadRow(
-            "bad_tool_calls", f"tool_calls[{number}].arguments is {_kind(value)}: wanted an object"
-        )
-    return value
-
-
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise BadRow("bad_tools", f"tools is not JSON: {error}") from None
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadRow("bad_tools", "tools: wanted a list of objects")
-    return value
-
-
-def _kind(value: Any) -> str:
-    names = {
-        dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null",
-        int: "an integer", float: "a fraction",
-    }  # fmt: skip
-    return names.get(type(value), f"a {type(value).__name__}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

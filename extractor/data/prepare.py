@@ -4,6 +4,7 @@ Nothing is left on disk unless the whole input is good, or its bad rows were all
 is written under a temporary name, next to the output as long as that does not exist, and renamed.
 """
 
+import contextlib
 import os
 import shutil
 import socket
@@ -16,20 +17,24 @@ from typing import Any
 from extractor.config import DataConfig
 from extractor.data import digest as identity
 from extractor.data.choose import selected
+from extractor.data.clock import NAME, Clock
 from extractor.data.read import Source, open_sources
 from extractor.data.rows import FILTERS, Refusal
-from extractor.data.sample import Converter, Rules
+from extractor.data.sample import Rules
 from extractor.data.store import INFO, Identity, PreparedStore, StoreWriter
-from extractor.data.tokenizer import load_converter, load_rules
+from extractor.data.tokenizer import load_rules, prints_date
 from extractor.data.work import outcomes
 from extractor.errors import RunError, UsageError
 from extractor.files import sync_path
+from extractor.journal import read_run
 from extractor.model import ModelSpec
+from extractor.printable import printable
 
-RULES_VERSION = "1"  # goes up when the same row may get other ids or another mask
+RULES_VERSION = "2"  # goes up when the same row may get other ids or another mask
 FOLDER = "prepared"
 TEMPORARY = ".preparing-"
 SHOWN = 20
+LONGEST_ID = 200  # characters of an id in a message
 
 Report = Callable[[str], None]
 Progress = Callable[[int, int | None], None]
@@ -53,15 +58,15 @@ def prepare(
     """
     check(config, model)
     sources = open_sources(config.data)
-    rules = load_rules(config, model)
     kept = stores_in(config.output)
+    rules = load_rules(config, model, _clock(config.output, kept))
     try:
         inputs = identity.with_digests(
             [file for source in sources for file in source.files],
             [facts for store in kept for facts in store.inputs],
         )
     except OSError as error:
-        raise UsageError(f"--data {error.filename}: {error.strerror}") from error
+        raise UsageError(f"--data {printable(str(error.filename))}: {error.strerror}") from error
     parts = digest_parts(config, model, rules, inputs)
     key = identity.combined(parts)
     for store in kept:
@@ -70,10 +75,10 @@ def prepare(
             _refuse_bad_rows(config, _Tally.of(store))
             return store
     _refuse_other_run(config.output, kept, parts)
-    converter = load_converter(rules)
     with _temporary_folder(config.output) as folder:
         made_from = Identity(key, parts, str(model.path), inputs)
-        tally = _fill(folder, config, sources, converter, made_from, progress)
+        tally = _fill(folder, config, sources, rules, made_from, progress)
+        _report_unread(tally, report)
         _refuse_bad_rows(config, tally)
         # Tokenizing may have taken hours, and a store that a power cut emptied would be in the way.
         for file in (*folder.iterdir(), folder):
@@ -99,7 +104,9 @@ def digest_parts(
     files = [f"{Path(facts['path']).suffix}:{facts['digest']}" for facts in inputs]
     templates = "\n".join(f"{name}:{text}" for name, text in sorted(rules.templates.items()))
     code = identity.code_digest(model.path) if config.trust_remote_code else ""
+    clock = rules.variables[NAME]
     return {
+        **({"date": clock.day} if prints_date(rules) else {}),
         "input rows": identity.text_digest("\n".join(files)),
         "limit": str(config.limit),
         "shuffle_seed": str(config.shuffle_seed),
@@ -117,6 +124,19 @@ def digest_parts(
         "context_length": str(model.context_length),
         "rules": RULES_VERSION,
     }
+
+
+def _clock(output: Path, kept: Sequence[PreparedStore]) -> Clock:
+    """The day on which the folder's first rows were prepared, where their template prints it; else
+    today. A run remembers it when what was prepared for it is gone."""
+    days = [store.parts.get("date") for store in kept]
+    for path in sorted(output.glob("run*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            days.append((read_run(path) or {})["parts"].get("data: date"))
+    for day in filter(None, days):
+        with contextlib.suppress(ValueError, TypeError):
+            return Clock(day)
+    return Clock.today()
 
 
 def stores_in(output: Path) -> list[PreparedStore]:
@@ -163,6 +183,8 @@ class _Tally:
         self.bad = 0
         self.shown: list[str] = []
         self.reasons: Counter[str] = Counter()
+        self.unread: Counter[str] = Counter()
+        self.remarks: Counter[str] = Counter()
 
     @classmethod
     def of(cls, store: PreparedStore) -> "_Tally":
@@ -179,11 +201,28 @@ class _Tally:
         self.bad += 1
         if self.bad <= SHOWN:
             which = f", turn {turn}" if turn else ""
-            self.shown.append(f"  {source}: id {row_id}{which}: {reason}: {detail}")
+            place = f"{printable(source)}: id {printable(row_id[:LONGEST_ID])}"
+            self.shown.append(f"  {place}{which}: {reason}: {printable(detail)}")
 
     def count(self, refusal: Refusal) -> None:
         source = f"{refusal.file}:{refusal.line}"
         self.add(source, refusal.id, refusal.turn, refusal.reason, refusal.detail)
+
+
+def _report_unread(tally: _Tally, report: Report) -> None:
+    """One line for all keys that nothing reads, so that a switch in one of them is not missed."""
+    for remark in tally.remarks:
+        report(remark)
+    if tally.unread:
+        named = [
+            f"{printable(what[:LONGEST_ID])} ({count:,})"
+            for what, count in sorted(tally.unread.items(), key=lambda i: (-i[1], i[0]))[:SHOWN]
+        ]
+        more = len(tally.unread) - len(named)
+        report(
+            f"read by nothing, with the number of rows: {', '.join(named)}"
+            + (f", and {more:,} more" if more else "")
+        )
 
 
 def _refuse_bad_rows(config: DataConfig, tally: _Tally) -> None:
@@ -201,7 +240,7 @@ def _refuse_bad_rows(config: DataConfig, tally: _Tally) -> None:
             )
         )
     if not tally.rows:
-        raise UsageError(f"--data {' '.join(config.data)}: no rows")
+        raise UsageError(f"--data {printable(' '.join(config.data))}: no rows")
     if not tally.samples:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in tally.reasons.most_common())
         raise UsageError(
@@ -218,7 +257,7 @@ def _fill(
     folder: Path,
     config: DataConfig,
     sources: Sequence[Source],
-    converter: Converter,
+    rules: Rules,
     made_from: Identity,
     progress: Progress | None,
 ) -> _Tally:
@@ -229,13 +268,15 @@ def _fill(
     tally = _Tally()
     try:
         rows = selected(sources, config.limit, config.shuffle_seed)
-        for outcome in outcomes(rows, converter, workers):
+        for outcome in outcomes(rows, rules, workers):
             for piece in outcome.pieces:
                 writer.add(piece)
             for refusal in outcome.refusals:
                 writer.refuse(refusal)
                 tally.count(refusal)
             tally.rows += outcome.rows
+            tally.unread += outcome.unread
+            tally.remarks += outcome.remarks
             if progress is not None:
                 progress(tally.rows, None if total is None else max(total, tally.rows))
         tally.samples = writer.samples

@@ -14,29 +14,33 @@ so; a container that cannot be read at all raises UsageError.
 """
 
 import codecs
-import gzip
 import json
 import re
-import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import zstandard
-
+from extractor.data.arrays import ArrayReader
+from extractor.data.bounds import ROW_BYTES, too_many_bytes
+from extractor.data.calls import without_nulls
+from extractor.data.compressed import BLOCK, UNREADABLE, broken, lines, opened, why
 from extractor.data.rows import BadRow, RawRow
 from extractor.errors import UsageError
+from extractor.printable import printable
 
-BLOCK = 1 << 20
 COMPRESSED = (".gz", ".zst")
 LINE_FORMATS = (".jsonl", ".ndjson")
 FORMATS = (*LINE_FORMATS, ".json", ".parquet")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]:%+-]+)?|[\w-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]:%+-]+)?")
+# What this program writes: folders of an output, and files that tell one.
+OUR_FOLDERS = ("samples", "journal", "prepared", "vocab")
+OUR_FILES = ("run.json", "run-*-of-*.json", "store.json", "prepared/*/store.json")
+ROWS = 256  # of a Parquet file or a dataset, at a time
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
-Record = tuple[int, bytes | dict[str, Any] | BadRow]
+# A number, a record, and for one that is no bytes about how many it takes.
+Record = tuple[int, bytes | dict[str, Any] | BadRow, int]
 
 
 class Source(Protocol):
@@ -53,7 +57,7 @@ class Source(Protocol):
     def files(self) -> tuple[Path, ...]: ...
 
     def records(self) -> Iterator[Record]:
-        """(line, record); the line counts from 1."""
+        """(line, record, size); the line counts from 1."""
         ...
 
     def count(self) -> int | None:
@@ -63,6 +67,7 @@ class Source(Protocol):
 
 def open_sources(data: Sequence[str]) -> list[Source]:
     """What --data names, in the order given. Raises UsageError for what is missing or unknown."""
+    check_names(data)
     sources: list[Source] = []
     for item in data:
         path = Path(item).expanduser()
@@ -70,27 +75,70 @@ def open_sources(data: Sequence[str]) -> list[Source]:
             sources += _folder(path)
         elif path.exists():
             sources.append(_file(path))
-        elif _looks_like_hub_id(item):
-            sources.append(HubSource.load(item))
         else:
-            raise UsageError(f"--data {item}: no such file or folder")
+            sources.append(HubSource.load(item))
     if not sources:
         raise UsageError("--data: nothing to read")
     return sources
+
+
+def check_names(data: Sequence[str]) -> None:
+    """Raises UsageError for a name in --data that cannot be rows. Looks at names alone: nothing is
+    read, imported or asked of a hub, so that a mistyped name is told at once."""
+    for item in data:
+        path = Path(item).expanduser()
+        try:
+            exists = path.exists()
+        except (OSError, ValueError) as error:  # a name too long, or with a NUL in it
+            raise _refused(item, str(error)) from None
+        if not exists and not _looks_like_hub_id(item):
+            raise _refused(item, "no such file or folder")
+        if exists and not (path.is_file() or path.is_dir()):
+            raise _refused(item, "not a file or a folder (a pipe or a device cannot be read twice)")
+        if path.is_dir() and (ours := _our_folder(path)):
+            raise _refused(
+                item,
+                f"{ours} is a folder that this program wrote: wanted rows, such as those it was "
+                "made from",
+            )
+
+
+def _our_folder(path: Path) -> Path | None:
+    """The output folder, or prepared store, that this is or lies in."""
+    path = path.absolute()
+    for folder in (path, path.parent, path.parent.parent):
+        inside = folder == path or path.relative_to(folder).parts[0] in OUR_FOLDERS
+        if inside and any(_is_ours(file) for name in OUR_FILES for file in folder.glob(name)):
+            return folder
+    return None
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        with file.open("rb") as handle:
+            start = handle.read(1 << 16)
+    except OSError:
+        return False
+    return b'"fingerprint"' in start or b'"digest"' in start
+
+
+def _refused(item: object, text: str) -> UsageError:
+    return UsageError(f"--data {printable(str(item))}: {printable(text)}")
 
 
 def read_rows(sources: Iterable[Source]) -> Iterator[RawRow]:
     """Every record of every source, numbered from 0 across them."""
     number = 0
     for source in sources:
-        for line, data in source.records():
-            yield RawRow(number, source.name, line, data)
+        for line, data, size in source.records():
+            yield RawRow(number, source.name, line, data, size)
             number += 1
 
 
 def _looks_like_hub_id(item: str) -> bool:
     path = item.partition(":")[0]
-    return bool(HUB_ID.fullmatch(item)) and not _format(Path(path))[0]
+    owner = path.partition("/")[0]
+    return bool(HUB_ID.fullmatch(item)) and not _format(Path(path))[0] and not Path(owner).is_dir()
 
 
 def _format(path: Path) -> tuple[str, str]:
@@ -103,12 +151,13 @@ def _format(path: Path) -> tuple[str, str]:
 def _file(path: Path) -> Source:
     kind, compression = _format(path)
     if not kind or (kind == ".parquet" and compression):
-        raise UsageError(
-            f"--data {path}: unknown format; wanted .jsonl, .json, .jsonl.gz, .jsonl.zst, "
-            ".parquet, a save_to_disk folder, a folder of these, or a hub id"
+        raise _refused(
+            path,
+            "unknown format; wanted .jsonl, .json, .jsonl.gz, .jsonl.zst, "
+            ".parquet, a save_to_disk folder, a folder of these, or a hub id",
         )
     if path.stat().st_size == 0:
-        raise UsageError(f"--data {path}: the file is empty")
+        raise _refused(path, "the file is empty")
     if kind == ".parquet":
         return ParquetSource(str(path), (path,))
     _refuse_utf16(path, compression)
@@ -123,20 +172,18 @@ def _folder(path: Path) -> list[Source]:
     shards = (f for f in path.iterdir() if f.is_file() and not f.name.startswith("."))
     files = sorted(f for f in shards if _format(f)[0])
     if not files:
-        raise UsageError(
-            f"--data {path}: the folder holds no .jsonl, .json, .jsonl.gz, .jsonl.zst or .parquet"
-        )
+        raise _refused(path, "the folder holds no .jsonl, .json, .jsonl.gz, .jsonl.zst or .parquet")
     return [_file(file) for file in files]
 
 
 def _refuse_utf16(path: Path, compression: str) -> None:
     try:
-        with _opened(path, compression) as handle:
+        with opened(path, compression) as handle:
             start = handle.read(64)
     except UNREADABLE as error:
-        raise UsageError(f"--data {path}: {_why(error)}") from None
+        raise _refused(path, why(error)) from None
     if start.startswith(UTF16_MARKS) or b"\0" in start[:4]:
-        raise UsageError(f"--data {path}: not UTF-8 (it is UTF-16 or UTF-32): convert it first")
+        raise _refused(path, "not UTF-8 (it is UTF-16 or UTF-32): convert it first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +198,16 @@ class LinesSource:
         return None
 
     def records(self) -> Iterator[Record]:
-        line = 0
         try:
-            with _opened(self.files[0], self.compression) as handle:
-                for line, text in enumerate(handle, 1):
-                    if line == 1:
-                        text = text.removeprefix(codecs.BOM_UTF8)
-                    if not text.isspace() and text:
-                        yield line, text.rstrip(b"\r\n")
-        except UNREADABLE as error:
-            yield line + 1, _broken_container(error)
+            with opened(self.files[0], self.compression) as handle:
+                for number, line in lines(handle):
+                    if number == 1 and isinstance(line, bytes):
+                        line = line.removeprefix(codecs.BOM_UTF8)
+                        if not line or line.isspace():
+                            continue
+                    yield number, line, 0
+        except OSError as error:
+            yield 1, broken(error), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +229,7 @@ class JsonSource:
 
     def _is_array(self) -> bool:
         """An array of records. (A file of lines that are arrays has no record in it anyway.)"""
-        with _opened(self.files[0], self.compression) as handle:
+        with opened(self.files[0], self.compression) as handle:
             while block := handle.read(BLOCK):
                 start = block.removeprefix(codecs.BOM_UTF8).lstrip()
                 if start:
@@ -190,97 +237,18 @@ class JsonSource:
         return False
 
     def _elements(self) -> Iterator[Record]:
-        reader = _ArrayReader()
+        reader = ArrayReader()
         try:
-            with _opened(self.files[0], self.compression) as handle:
+            with opened(self.files[0], self.compression) as handle:
                 while block := handle.read(BLOCK):
-                    yield from reader.feed(block)
-            yield from reader.close()
+                    for line, element in reader.feed(block):
+                        yield line, element, 0
+            for line, element in reader.close():
+                yield line, element, 0
         except BadRow as bad:
-            yield reader.line, bad
+            yield reader.line, bad, 0
         except UNREADABLE as error:
-            yield reader.line, _broken_container(error)
-
-
-class _ArrayReader:
-    """Elements of a JSON array as its bytes arrive.
-
-    Attributes:
-        line: where the next element begins.
-    """
-
-    def __init__(self) -> None:
-        self.line = 1
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")()
-        self._json = json.JSONDecoder()
-        self._text = ""
-        self._wanted = "["  # what must come before the next element: [ or , or, at the end, nothing
-        self._tried = (
-            0  # an element that was incomplete at this length is tried at twice the length
-        )
-
-    def feed(self, block: bytes) -> Iterator[Record]:
-        try:
-            self._text += self._decode.decode(block)
-        except UnicodeDecodeError:
-            raise BadRow("not_utf8", "not UTF-8; nothing after it can be read") from None
-        if len(self._text) >= 2 * self._tried:
-            yield from self._parse(final=False)
-
-    def close(self) -> Iterator[Record]:
-        yield from self._parse(final=True)
-        if self._wanted != "":
-            raise BadRow("not_json", "not JSON: the array is cut off; nothing after it can be read")
-
-    def _parse(self, final: bool) -> Iterator[Record]:
-        position = 0
-        self._tried = 0
-        while True:
-            position = self._skip(position)
-            if position >= len(self._text):
-                break
-            character = self._text[position]
-            if self._wanted == "":
-                raise BadRow("not_json", "not JSON: there is more text after the array")
-            if self._wanted == "[" or (self._wanted == "," and character in ",]"):
-                self._wanted = {"[": "first", ",": "element", "]": ""}.get(character, "?")
-                if self._wanted == "?":
-                    raise BadRow("not_json", "not JSON: wanted [")
-                position += 1
-                continue
-            if self._wanted == "first" and character == "]":
-                self._wanted, position = "", position + 1
-                continue
-            if self._wanted == ",":
-                raise BadRow("not_json", f"not JSON: wanted , or ], not {character!r}")
-            try:
-                element, end = self._json.raw_decode(self._text, position)
-            except (ValueError, RecursionError) as error:
-                if not final and isinstance(error, ValueError):
-                    self._tried = len(self._text) - position
-                    break  # more of it may come
-                raise BadRow(
-                    "not_json", f"not JSON: {error}; nothing after it can be read"
-                ) from None
-            if self._skip(end, quiet=True) >= len(self._text) and not final:
-                break  # a number may go on in the next block
-            yield self.line, element if isinstance(element, dict) else _not_an_object(element)
-            self.line += self._text.count("\n", position, end)
-            position, self._wanted = end, ","
-        self._text = self._text[position:]
-
-    def _skip(self, position: int, quiet: bool = False) -> int:
-        end = _SPACE.match(self._text, position).end()  # pyright: ignore[reportOptionalMemberAccess]
-        if not quiet:
-            self.line += self._text.count("\n", position, end)
-        return end
-
-
-_SPACE = re.compile(r"[ \t\r\n]*")
-
-
-def _not_an_object(value: Any) -> BadRow:
-    return BadRow("not_an_object", f"is a {type(value).__name__}: wanted an object")
+            yield reader.line, broken(error), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +266,19 @@ class ParquetSource:
 
         line = 0
         try:
-            for batch in self._open().iter_batches(batch_size=256):
-                for record in batch.to_pylist():
-                    line += 1
-                    yield line, record
+            for batch in self._batches():
+                yield from _arrow_records(batch, line + 1)
+                line += len(batch)
         except (ArrowException, OSError) as error:
-            yield line + 1, _broken_container(error)
+            yield line + 1, broken(error), 0
+
+    def _batches(self) -> Iterator[Any]:
+        """A few rows at a time, fewer where they are large."""
+        file = self._open()
+        for group in range(file.metadata.num_row_groups):
+            facts = file.metadata.row_group(group)
+            rows = max(facts.num_rows * ROW_BYTES // max(facts.total_byte_size, 1), 1)
+            yield from file.iter_batches(batch_size=min(rows, ROWS), row_groups=[group])
 
     def _open(self) -> Any:
         import pyarrow.parquet  # noqa: PLC0415  (a tenth of a second that other inputs need not pay)
@@ -312,7 +287,7 @@ class ParquetSource:
         try:
             return pyarrow.parquet.ParquetFile(self.files[0])
         except (ArrowException, OSError) as error:
-            raise UsageError(f"--data {self.name}: not a readable Parquet file: {error}") from None
+            raise _refused(self.name, f"not a readable Parquet file: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,8 +310,8 @@ class HubSource:
             Exception
         ) as error:  # datasets and the hub raise a dozen kinds, with readable messages
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UsageError(
-                f"--data {item}: no such file or folder, and the hub did not give it: {first}"
+            raise _refused(
+                item, f"no such file or folder, and the hub did not give it: {first}"
             ) from None
         return cls(item, tuple(Path(f["filename"]) for f in dataset.cache_files), dataset)
 
@@ -345,10 +320,21 @@ class HubSource:
 
     def records(self) -> Iterator[Record]:
         line = 0
-        for batch in self.dataset.with_format("arrow").iter(batch_size=256):
-            for record in batch.to_pylist():
-                line += 1
-                yield line, record
+        for batch in self.dataset.with_format("arrow").iter(batch_size=ROWS):
+            yield from _arrow_records(batch, line + 1)
+            line += len(batch)
+
+
+def _arrow_records(batch: Any, line: int) -> Iterator[Record]:
+    """The rows of a batch or a table. What is null there was mostly filled in, for a struct has the
+    keys of all rows: it is a missing key, at every depth."""
+    for place in range(len(batch)):
+        row = batch.slice(place, 1)
+        if row.nbytes > ROW_BYTES:
+            yield line + place, too_many_bytes("record"), 0
+        else:
+            (record,) = row.to_pylist()
+            yield line + place, without_nulls(record), row.nbytes
 
 
 def _saved(path: Path) -> Source:
@@ -358,79 +344,10 @@ def _saved(path: Path) -> Source:
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if "train" not in splits and len(splits) != 1:
-            raise UsageError(f"--data {path}: wanted one of its splits: {', '.join(splits)}")
+            raise _refused(path, f"wanted one of its splits: {', '.join(splits)}")
         path = path / ("train" if "train" in splits else splits[0])
     try:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise UsageError(f"--data {path}: not a readable save_to_disk folder: {error}") from None
+        raise _refused(path, f"not a readable save_to_disk folder: {error}") from None
     return HubSource(str(path), tuple(sorted(f for f in path.iterdir() if f.is_file())), dataset)
-
-
-# ---- compression
-
-UNREADABLE = (OSError, EOFError, zlib.error, zstandard.ZstdError)
-
-
-def _why(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-def _broken_container(error: BaseException) -> BadRow:
-    return BadRow("unreadable", f"cannot be read on: {_why(error)}")
-
-
-class _ZstdReader:
-    """Lines and blocks of a .zst file. zstandard's own stream reader takes a cut file for a whole
-    one; this one raises EOFError."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self._buffer = b""
-        self._stream = zstandard.ZstdDecompressor().decompressobj()
-        self._begun = False
-
-    def _more(self) -> bytes:
-        """The next decompressed bytes; empty at the end of the file. Raises EOFError, ZstdError."""
-        while True:
-            rest = self._stream.unused_data if self._stream.eof else b""
-            block = rest or self._raw.read(BLOCK)
-            if not block:
-                if self._begun and not self._stream.eof:
-                    raise EOFError("the compressed file is cut off")
-                return b""
-            if self._stream.eof:
-                self._stream = zstandard.ZstdDecompressor().decompressobj()
-            self._begun = True
-            if data := self._stream.decompress(block):
-                return data
-
-    def read(self, size: int) -> bytes:
-        while len(self._buffer) < size and (more := self._more()):
-            self._buffer += more
-        data, self._buffer = self._buffer[:size], self._buffer[size:]
-        return data
-
-    def __iter__(self) -> Iterator[bytes]:
-        while True:
-            lines = self._buffer.split(b"\n")
-            self._buffer = lines.pop()
-            for line in lines:
-                yield line + b"\n"
-            parts = [self._buffer]
-            while more := self._more():
-                parts.append(more)
-                if b"\n" in more:
-                    break
-            self._buffer = b"".join(parts)
-            if b"\n" not in self._buffer:
-                if self._buffer:
-                    yield self._buffer
-                return
-
-
-@contextmanager
-def _opened(path: Path, compression: str) -> Generator[Any]:
-    """A binary file to read or to iterate over lines, decompressed."""
-    with gzip.open(path) if compression == ".gz" else path.open("rb") as handle:
-        yield _ZstdReader(handle) if compression == ".zst" else handle

@@ -10,10 +10,8 @@ is guessed.
 
 import json
 import re
-import unicodedata
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2.nodes
@@ -23,39 +21,53 @@ from transformers.utils.chat_template_utils import (
     render_jinja_template,
 )
 
-from extractor.data.normalise import REASONING_KEYS, Conversation
-from extractor.data.rows import BadRow, Message
+from extractor.data.bounds import (
+    PROBE_SECONDS,
+    TEXT_BYTES,
+    Guard,
+    check_length,
+    too_much_memory,
+    unbounded,
+)
+from extractor.data.disguise import DISGUISES, Disguise
+from extractor.data.normalise import REASONING, REASONING_KEYS, Conversation
+from extractor.data.rewrite import Whose, rewrite
+from extractor.data.rows import BadRow, Kind, Message
 from extractor.data.taint import Tainted, concat, origins, taint_template
 
-TOOLS = -2  # the "message" that a row's tools belong to
 NOBODY = -1
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "conversation")
-
-
-class Kind(IntEnum):
-    """What a string of a message is. The first three are what an assistant generates."""
-
-    CONTENT = 0
-    REASONING = 1
-    CALL = 2
-    OTHER = 3
 
 
 _PROBE: Message = {"role": "user", "content": "Is it?"}
-
-# (text, number of its message, what it is, may the proof change it) -> text
-Rewrite = Callable[[str, int, Kind, bool], str]
+_YES: Message = {"role": "assistant", "content": "Yes."}
+_PROBE_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+    ],
+}
+_THOUGHT = re.compile(r"reason|think|thought", re.IGNORECASE)
+_MARKER = re.compile(r"<[^<>\s]{1,30}>|\[[^\[\]\s]{1,30}\]")
 
 
 @dataclass(frozen=True, slots=True)
-class CallText:
-    """A string of a tool call. spoken: a name or a value among the arguments, and not an
-    id or a key; printed: at least one of its characters is."""
+class Lost:
+    """Characters of a string, from `start` on, that are printed nowhere; spaces at the edges are
+    not among them."""
 
-    message: int
+    start: int
     text: str
-    spoken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saying:
+    """A string of what an assistant says. printed: at least one of its characters is."""
+
+    whose: Whose
+    text: str
     printed: bool
+    lost: tuple[Lost, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +81,7 @@ class Trace:
         message: int64 [n], whose text it is: a message's number, TOOLS or NOBODY.
         kind: int8 [n], a Kind; meaningless where nobody's.
         copied: bool [n], the second and later prints of a character that was printed before.
-        calls: the strings of tool calls, with what became of them.
+        said: the strings of what assistants say, with what became of them.
     """
 
     text: str
@@ -78,7 +90,7 @@ class Trace:
     message: np.ndarray
     kind: np.ndarray
     copied: np.ndarray
-    calls: tuple["CallText", ...]
+    said: tuple[Saying, ...]
 
     def bones(self) -> str:
         """The text with a NUL for every character that is somebody's: searches for a header or an
@@ -95,45 +107,84 @@ class ChatTemplate:
         source: the Jinja text.
         variables: what transformers adds for every render: the special tokens, and the user's
             --template-arg values over them.
+        most: bytes that a render may have.
+        guard: bounds the CPU seconds of each attempt to learn something of the template.
+
+    Attributes:
+        names: of keys and variables that the template reads, and all its other short texts.
+        own: texts that it names or prints itself, the longest first: its string literals, and
+            markers such as <think>.
+        reasoning: the keys of a message under which it prints reasoning in the last turn, found
+            by trying them.
 
     Raises:
         jinja2.TemplateSyntaxError: the template cannot be compiled.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        most: int = TEXT_BYTES,
+        guard: Guard = unbounded,
+    ) -> None:
         self.source = source
+        self.most, self._guard = most, guard
+        self._calls_are_slow = False
         self.variables = dict(variables)
-        compiled = _compile_jinja_template(source)
-        self._tainted, self._reset = taint_template(compiled, source)
+        with guard(PROBE_SECONDS):  # the compiler works out what is constant
+            compiled = _compile_jinja_template(source)
+            self._tainted, self._reset = taint_template(compiled, source)
         tree = compiled.environment.parse(source)
         literals = {n.value for n in tree.find_all(jinja2.nodes.Const) if isinstance(n.value, str)}
+        attributes = {n.attr for n in tree.find_all(jinja2.nodes.Getattr)}
+        self.names = frozenset(
+            literals | attributes | {n.name for n in tree.find_all(jinja2.nodes.Name)}
+        )
         ordered = sorted(filter(None, literals), key=len, reverse=True)
+        own = {*filter(str.strip, literals), *_MARKER.findall(source)}
+        self.own = tuple(sorted(own, key=len, reverse=True))
         # At every position, the longest that begins there: they may overlap.
         self._literals = re.compile(f"(?=({'|'.join(map(re.escape, ordered)) or '(?!)'}))")
+        self.reasoning: tuple[str, ...] = ()
         self._parts = False
         self._parts = not self._prints() and self._prints(parts=True)
         self.has_generation_blocks = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
+        self.reasoning = tuple(filter(self._prints_reasoning, self._reasoning_names()))
 
     def _prints(self, parts: bool = False) -> bool:
         """Does it print a content given as a text, or as a list of parts?"""
         self._parts = parts
-        for talk in ([_PROBE], [_PROBE, {"role": "assistant", "content": "Yes."}]):
-            try:
-                if (self.trace(Conversation(talk)).message == 0).any():
-                    return True
-            except Exception:  # it refuses, in whatever way
-                continue
+        traces = (self.attempt(_PROBE), self.attempt(_PROBE, _YES))
+        return any(trace is not None and (trace.message == 0).any() for trace in traces)
+
+    def _reasoning_names(self) -> list[str]:
+        own = sorted(name for name in self.names if _THOUGHT.search(name) and name.isidentifier())
+        return list(dict.fromkeys((*REASONING_KEYS, *own)))
+
+    def _prints_reasoning(self, name: str) -> bool:
+        """Does it print what the last turn has under this key?"""
+        self.reasoning = (name,)
+        for answer in (_YES, _PROBE_CALL):
+            trace = self.attempt(_PROBE, {**answer, REASONING: "Because."})
+            if trace is not None and (trace.kind == Kind.REASONING).any():
+                return True
         return False
 
     def _form(self, conversation: Conversation) -> Conversation:
-        """Templates of models that see want each content as a list of parts."""
-        if not self._parts:
+        """The messages as this template reads them: reasoning under its own name for it, and each
+        content as a list of parts where it wants that, as those of models that see do."""
+        if not self._parts and self.reasoning[:1] in ((), (REASONING,)):
             return conversation
-        messages = [
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            for message in conversation.messages
-        ]
-        return Conversation(messages, conversation.tools, conversation.unweighted)
+        messages = [self._message_form(message) for message in conversation.messages]
+        return replace(conversation, messages=messages)
+
+    def _message_form(self, message: Message) -> Message:
+        name = self.reasoning[0] if self.reasoning and message["role"] == "assistant" else REASONING
+        form = {(name if key == REASONING else key): value for key, value in message.items()}
+        if self._parts:
+            form["content"] = [{"type": "text", "text": message["content"]}]
+        return form
 
     def plain(self, conversation: Conversation, generation_prompt: bool = False) -> str:
         """transformers' own render. Raises whatever the template raises."""
@@ -150,11 +201,35 @@ class ChatTemplate:
         """Render with origins; not yet proved. Raises whatever the template raises."""
         return self._trace(conversation, generation_prompt)[0]
 
+    def attempt(self, *messages: Message, prompt: bool = False) -> Trace | None:
+        """A trace, or None when the template refuses such a conversation, as some do.
+
+        Raises:
+            BadRow: it does not come to an end ("too_slow", "too_large"). With a tool call in the
+                conversation that is taken for a refusal, for no row may have one.
+        """
+        has_call = any("tool_calls" in message for message in messages)
+        if has_call and self._calls_are_slow:
+            return None
+        try:
+            with self._guard(PROBE_SECONDS):
+                try:
+                    return self.trace(Conversation(list(messages)), prompt)
+                except (BadRow, MemoryError):
+                    raise
+                except Exception:  # whatever a template raises
+                    return None
+        except BadRow:
+            if not has_call:
+                raise
+            self._calls_are_slow = True
+            return None
+
     def _trace(
         self, conversation: Conversation, generation_prompt: bool = False
     ) -> tuple[Trace, "_Sources"]:
         sources = _Sources()
-        tainted = rewrite(self._form(conversation), sources.add)
+        tainted = self._form(rewrite(conversation, sources.add))
         self._reset()
         pieces = self._tainted.generate(
             messages=tainted.messages,
@@ -174,10 +249,12 @@ class ChatTemplate:
         """
         try:
             text = self.plain(conversation)
+            check_length(text, self.most)
             trace, sources = self._trace(conversation)
-            if trace.text != text:  # a template that prints the time may have met a new second
-                text = self.plain(conversation)
-                trace, sources = self._trace(conversation)
+        except BadRow:
+            raise
+        except MemoryError:
+            raise too_much_memory() from None
         except Exception as error:  # templates raise what they like, KeyError to ZeroDivisionError
             raise BadRow("template_error", _message_of(error)) from None
         if trace.text != text:
@@ -192,13 +269,13 @@ class ChatTemplate:
         return trace
 
     def _holds(
-        self, disguise: "Disguise", conversation: Conversation, trace: Trace, sources: "_Sources"
+        self, disguise: Disguise, conversation: Conversation, trace: Trace, sources: "_Sources"
     ) -> bool:
         """Is the render of changed text the text with those characters changed?"""
         changed: list[str] = []
 
-        def change(text: str, message: int, kind: Kind, free: bool) -> str:
-            text = disguise(text, kind, self._literals) if free else text
+        def change(text: str, whose: Whose, free: bool) -> str:
+            text = disguise(text, whose.kind, self._literals) if free else text
             changed.append(text)
             return text
 
@@ -225,84 +302,17 @@ class ChatTemplate:
         return bool((rendered == expected).all())
 
 
-def rewrite(conversation: Conversation, change: Rewrite) -> Conversation:
-    """The conversation with every string of its messages and tools passed through `change`, always
-    in the same order."""
-    messages = [_rewrite_message(m, n, change) for n, m in enumerate(conversation.messages)]
-    tools = _rewrite_value(conversation.tools, TOOLS, Kind.OTHER, False, change)
-    return Conversation(messages, tools, conversation.unweighted)
-
-
-def _rewrite_message(message: Message, number: int, change: Rewrite) -> Message:
-    assistant = message["role"] == "assistant"
-    new: Message = {}
-    for key, value in message.items():
-        if key == "role":
-            new[key] = value
-        elif key == "content":
-            kind = Kind.CONTENT if assistant else Kind.OTHER
-            if isinstance(value, list):  # the form with parts, which are all texts
-                new[key] = [
-                    {**part, "text": change(part["text"], number, kind, True)} for part in value
-                ]
-            else:
-                new[key] = change(value, number, kind, True)
-        elif assistant and key in REASONING_KEYS:
-            new[key] = change(value, number, Kind.REASONING, True)
-        elif assistant and key == "tool_calls":
-            new[key] = [_rewrite_call(call, number, change) for call in value]
-        else:
-            new[key] = _rewrite_value(value, number, Kind.OTHER, False, change)
-    return new
-
-
-def _rewrite_call(call: Message, number: int, change: Rewrite) -> Message:
-    """Names and values may change in the proof. Ids may not: a tool's result points at them. Keys
-    of arguments may not: templates sort by them."""
-    new: Message = {}
-    for key, value in call.items():
-        if key == "function" and isinstance(value, dict):
-            new[key] = _rewrite_call(value, number, change)
-        elif key == "name":
-            new[key] = change(value, number, Kind.CALL, True)
-        else:
-            free = key == "arguments"
-            new[key] = _rewrite_value(value, number, Kind.CALL, free, change, keys=free)
-    return new
-
-
-def _rewrite_value(
-    value: Any, number: int, kind: Kind, free: bool, change: Rewrite, keys: bool = False
-) -> Any:
-    if isinstance(value, str):
-        return change(value, number, kind, free)
-    if isinstance(value, list):
-        return [_rewrite_value(item, number, kind, free, change, keys) for item in value]
-    if isinstance(value, dict):
-        return {
-            (change(key, number, kind, False) if keys else key): _rewrite_value(
-                item, number, kind, free, change, keys
-            )
-            for key, item in value.items()
-        }
-    return value
-
-
 class _Sources:
     """Gives addresses to strings, and remembers whose they are."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.messages: list[int] = []
-        self.kinds: list[int] = []
-        self.free: list[bool] = []
+        self.whose: list[Whose] = []
         self._next = 0
 
-    def add(self, text: str, message: int, kind: Kind, free: bool) -> str:
+    def add(self, text: str, whose: Whose, free: bool) -> str:
         self.texts.append(text)
-        self.messages.append(message)
-        self.kinds.append(kind)
-        self.free.append(free)
+        self.whose.append(whose)
         address, self._next = self._next, self._next + len(text)
         return Tainted.at(text, address)
 
@@ -313,90 +323,38 @@ def _trace(rendered: str, sources: _Sources) -> Trace:
     message = np.full(len(origin), NOBODY, np.int64)
     kind = np.full(len(origin), Kind.OTHER, np.int8)
     here = np.flatnonzero(origin >= 0)
-    message[here] = np.repeat(np.array(sources.messages, np.int64), lengths)[origin[here]]
-    kind[here] = np.repeat(np.array(sources.kinds, np.int8), lengths)[origin[here]]
+    messages = np.array([whose.message for whose in sources.whose], np.int64)
+    kinds = np.array([whose.kind for whose in sources.whose], np.int8)
+    message[here] = np.repeat(messages, lengths)[origin[here]]
+    kind[here] = np.repeat(kinds, lengths)[origin[here]]
     copied = np.zeros(len(origin), bool)
     if len(here):
         _, first = np.unique(origin[here], return_index=True)
         copied[here] = True
         copied[here[first]] = False
     plain = "".join([rendered])
-    calls = _call_texts(sources, lengths, origin[here])
-    return Trace(plain, origin, block, message, kind, copied, calls)
+    said = tuple(_sayings(sources, lengths, origin[here]))
+    return Trace(plain, origin, block, message, kind, copied, said)
 
 
-def _call_texts(sources: _Sources, lengths: list[int], printed: np.ndarray) -> tuple[CallText, ...]:
+def _sayings(sources: _Sources, lengths: list[int], printed: np.ndarray) -> Iterator[Saying]:
     ends = np.cumsum(lengths)
     seen = np.zeros(int(ends[-1]) if lengths else 0, bool)
     seen[printed] = True
-    return tuple(
-        CallText(
-            sources.messages[number],
-            text,
-            sources.free[number],
-            bool(seen[ends[number] - lengths[number] : ends[number]].any()),
-        )
-        for number, text in enumerate(sources.texts)
-        if sources.kinds[number] == Kind.CALL
-    )
+    for whose, text, end in zip(sources.whose, sources.texts, ends.tolist(), strict=True):
+        if whose.kind < Kind.OTHER:
+            here = seen[end - len(text) : end]
+            yield Saying(whose, text, bool(here.any()), tuple(_lost(text, here)))
 
 
-# ---- the disguise that the proof puts on text: the same length, other characters
-
-Disguise = Callable[[str, Kind, "re.Pattern[str]"], str]
-_WHEELS = (
-    "abcdefghijklmnopqrstuvwxyz",
-    "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
-    "0123456789",
-    ".,;:!?",
-    "+-*/=",
-)
-
-
-class _Shift(dict[int, int]):
-    """A table for str.translate: each character of a wheel to a later one of it, and each other
-    letter or symbol outside ASCII to its neighbour where that is of the same category."""
-
-    def __init__(self, steps: int, wheels: tuple[str, ...]) -> None:
-        super().__init__()
-        for wheel in wheels:
-            for place, letter in enumerate(wheel):
-                self[ord(letter)] = ord(wheel[(place + steps) % len(wheel)])
-
-    def __missing__(self, code: int) -> int:
-        other = code ^ 1
-        category = unicodedata.category(chr(code))
-        same = code > 127 and category[0] in "LNS" and unicodedata.category(chr(other)) == category
-        self[code] = other if same else code
-        return self[code]
-
-
-def _disguise(table: dict[int, int], kinds: frozenset[Kind]) -> Disguise:
-    def disguise(text: str, kind: Kind, literals: "re.Pattern[str]") -> str:
-        """Change what may change, but keep whatever the template itself could be looking for."""
-        if kind not in kinds:
-            return text
-        changed = text.translate(table)
-        pieces: list[str] = []
-        position = 0
-        for found in literals.finditer(text):
-            start, stop = max(found.start(1), position), found.end(1)
-            if stop > position:
-                pieces += (changed[position:start], text[start:stop])
-                position = stop
-        return "".join([*pieces, changed[position:]])
-
-    return disguise
-
-
-_ALL = frozenset(Kind)
-_SAID = frozenset({Kind.CONTENT, Kind.REASONING, Kind.OTHER})
-# One that holds is a proof. The later ones change less: a template may lower-case a name, say.
-DISGUISES: tuple[Disguise, ...] = (
-    _disguise(_Shift(1, _WHEELS), _ALL),
-    _disguise(_Shift(13, _WHEELS[:3]), _ALL),
-    _disguise(_Shift(5, _WHEELS[:2]), _SAID),
-)
+def _lost(text: str, seen: np.ndarray) -> Iterator[Lost]:
+    if seen.all():
+        return
+    edges = np.flatnonzero(np.diff(np.concatenate([[True], seen, [True]]))).tolist()
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        run = text[start:stop]
+        if bare := run.strip():
+            yield Lost(start + len(run) - len(run.lstrip()), bare)
 
 
 def _codes(text: str) -> np.ndarray:

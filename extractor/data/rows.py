@@ -1,19 +1,38 @@
 """The small records that the stages of the front end hand to each other. Nothing heavy is imported:
 worker processes start with these."""
 
+import reprlib
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Literal
 
 import numpy as np
+
+from extractor.printable import printable
 
 Supervise = Literal["assistant", "last", "all"]
 Turns = Literal["whole", "each"]
 Message = dict[str, Any]
 
-# Rejections that the user's own limits ask for. Everything else is a bad row.
+
+class Kind(IntEnum):
+    """What a string of a message is. All but the last are what an assistant generates; a label is
+    an id or a type of a call, which a template may leave out."""
+
+    CONTENT = 0
+    REASONING = 1
+    CALL = 2
+    LABEL = 3
+    OTHER = 4
+
+
+# Rejections that the user's own limits ask for, or the row itself. Everything else is a bad row.
 FILTERS = frozenset(
-    {"too_long", "too_short", "too_few_supervised", "nothing_supervised_after_truncation"}
-)
+    {
+        "too_long", "too_short", "too_few_supervised", "nothing_supervised_after_truncation",
+        "switched_off",
+    }
+)  # fmt: skip
 
 
 class BadRow(Exception):
@@ -27,7 +46,7 @@ class BadRow(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
         self.reason = reason
-        self.detail = detail
+        self.detail = printable(detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +58,14 @@ class RawRow:
             lines are.
         file, line: where it came from; in a container without lines, line counts records from 1.
         data: a line's bytes that nobody has parsed, a parsed record, or why there is none.
+        size: bytes that it takes, about.
     """
 
     number: int
     file: str
     line: int
     data: bytes | dict[str, Any] | BadRow
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +116,21 @@ class Limits:
     overlong: Literal["truncate", "skip"]
     min_length: int
     min_supervised: int
+
+
+def kind_of(value: Any) -> str:
+    """What a value of a record is, in words."""
+    names = {
+        dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null",
+        int: "an integer", float: "a fraction",
+    }  # fmt: skip
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def short(value: Any) -> str:
+    """A value of a record, in a few characters."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 40

@@ -4,15 +4,27 @@ Everything here can run in a spawned process, is given plain values, and holds n
 """
 
 import json
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 
+from extractor.data.bounds import ROW_SECONDS, Guard, check_length, most_text, unbounded
 from extractor.data.encode import Encoded, Encoder, FastEncoder, PythonEncoder, token_mask
-from extractor.data.normalise import Conversation, PlainText, Pretokenized, normalise, record_id
-from extractor.data.render import ChatTemplate, Trace
+from extractor.data.forms import render
+from extractor.data.normalise import (
+    REASONING,
+    Conversation,
+    PlainText,
+    Pretokenized,
+    normalise,
+    record_id,
+)
+from extractor.data.render import ChatTemplate
 from extractor.data.rows import (
     BadRow,
     Limits,
@@ -22,7 +34,9 @@ from extractor.data.rows import (
     Supervise,
     Turns,
 )
-from extractor.data.turns import TurnShape, check_rendered, spans, wanted_turns
+from extractor.data.turns import TurnShape, spans, wanted_turns
+from extractor.errors import UsageError
+from extractor.printable import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,7 @@ class Rules:
         templates: chat templates by name: "default", and "tool_use" for rows with tools.
         variables: what a template is given besides the row.
         special_tokens, eos: the tokenizer's special tokens, as text.
+        added_tokens: those and the others that it has beside its vocabulary.
     """
 
     tokenizer: str | None = field(repr=False)
@@ -47,15 +62,32 @@ class Rules:
     supervise: Supervise
     turns: Turns
     limits: Limits
+    added_tokens: tuple[str, ...] = field(default=(), repr=False)
+
+
+NO_END = (
+    "the chat template ends an assistant turn by no token: what is supervised ends with its last "
+    "character"
+)
+LEARNED = 32  # templates with a row's own variables, kept
+READ_OF_MESSAGES = frozenset({"role", "content", "tool_calls", REASONING})
+READ_OF_TOOLS = READ_OF_MESSAGES | {"tool_call_id", "name", "id"}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a chunk of records: every one is in at least one of the two lists."""
+    """What became of a chunk of records: every one is in at least one of the two lists.
+
+    Attributes:
+        unread: of keys in the rows that nothing reads, in how many rows they are.
+        remarks: what is to be said once of the template or the rows, and of how many samples.
+    """
 
     rows: int
     pieces: list[Piece]
     refusals: list[Refusal]
+    unread: Counter[str] = field(default_factory=Counter[str])
+    remarks: Counter[str] = field(default_factory=Counter[str])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,28 +102,55 @@ class _Draft:
 
 
 class Converter:
-    """Applies Rules to records. Raises jinja2.TemplateSyntaxError for a template that is none."""
+    """Applies Rules to records.
 
-    def __init__(self, rules: Rules) -> None:
+    Args:
+        guard: bounds the CPU seconds of each render.
+    """
+
+    def __init__(self, rules: Rules, guard: Guard = unbounded) -> None:
         self.rules = rules
-        self._encoder = _encoder(rules)
-        self._templates: dict[str, tuple[ChatTemplate, TurnShape]] = {}
-        for name, source in rules.templates.items():
-            template = ChatTemplate(source, rules.variables)
-            shape = TurnShape.learn(template, rules.special_tokens, rules.eos)
-            self._templates[name] = (template, shape)
+        self._guard = guard
+        self._templates: OrderedDict[str, tuple[ChatTemplate, TurnShape] | BadRow] = OrderedDict()
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return _encoder(self.rules)
+
+    def learn(self) -> None:
+        """Everything that rows of text need, before the first of them. Raises UsageError for a
+        template that is no Jinja."""
+        _ = self._encoder
+        for name in self.rules.templates:
+            try:
+                self._learned(name, {})
+            except TemplateSyntaxError as error:
+                raise UsageError(
+                    f"the chat template, line {error.lineno}: {printable(str(error.message))}"
+                ) from error
+            except BadRow:  # what is wrong with it is said of each row
+                continue
 
     def shape(self, name: str = "default") -> TurnShape:
-        return self._templates[name][1]
+        return self._learned(name, {})[1]
+
+    def renders(self, rows: Iterable[RawRow]) -> bool:
+        """Whether one of them has text, which a template or a tokenizer is to work on."""
+        for raw in rows:
+            try:
+                if not isinstance(normalise(_parse(raw.data)), Pretokenized):
+                    return True
+            except (BadRow, RecursionError):
+                continue
+        return False
 
     def convert(self, rows: Sequence[RawRow]) -> Outcome:
-        pieces: list[Piece] = []
-        refusals: list[Refusal] = []
+        outcome = Outcome(len(rows), [], [])
         drafts: list[_Draft] = []
 
         def refuse(raw: RawRow, row_id: str, turn: int, bad: BadRow) -> None:
             place = (raw.number, turn, row_id, raw.file, raw.line)
-            refusals.append(Refusal(*place, bad.reason, bad.detail))
+            outcome.refusals.append(Refusal(*place, bad.reason, bad.detail))
 
         for raw in rows:
             row_id = str(raw.number)
@@ -101,13 +160,15 @@ class Converter:
                 found = normalise(record)
                 if isinstance(found, Pretokenized):
                     mask = self._given_mask(found)
-                    pieces.append(self._piece(raw, row_id, 0, found.ids, mask))
+                    outcome.pieces.append(self._piece(raw, row_id, 0, found.ids, mask))
                 elif isinstance(found, PlainText):
                     drafts.append(self._text_draft(raw, row_id, found))
                 else:
+                    outcome.unread.update(self._unread(found))
                     for turn, cut, wanted in self._cuts(found):
                         try:
                             drafts.append(self._chat_draft(raw, row_id, turn, cut, wanted))
+                            outcome.remarks.update(self._remarks(cut))
                         except BadRow as bad:
                             refuse(raw, row_id, turn, bad)
             except BadRow as bad:
@@ -121,12 +182,29 @@ class Converter:
                 mask = np.ones(len(encoded.ids), np.uint8)
                 if draft.marked is not None:
                     mask = token_mask(draft.text, draft.marked, encoded)
-                pieces.append(self._piece(draft.raw, draft.id, draft.turn, encoded.ids, mask))
+                outcome.pieces.append(
+                    self._piece(draft.raw, draft.id, draft.turn, encoded.ids, mask)
+                )
             except BadRow as bad:
                 refuse(draft.raw, draft.id, draft.turn, bad)
-        pieces.sort(key=lambda piece: (piece.row, piece.turn))
-        refusals.sort(key=lambda refusal: (refusal.row, refusal.turn))
-        return Outcome(len(rows), pieces, refusals)
+        outcome.pieces.sort(key=lambda piece: (piece.row, piece.turn))
+        outcome.refusals.sort(key=lambda refusal: (refusal.row, refusal.turn))
+        return outcome
+
+    def _unread(self, talk: Conversation) -> set[str]:
+        """Keys that neither we nor the template read, in words."""
+        names = self._template(talk)[0].names
+        found = set(talk.unread)
+        found |= {f"chat_template_kwargs {key}" for key in talk.variables.keys() - names}
+        for message in talk.messages:
+            known = names | (READ_OF_TOOLS if message["role"] == "tool" else READ_OF_MESSAGES)
+            found |= {f"message key {key}" for key in message.keys() - known}
+        return found
+
+    def _remarks(self, talk: Conversation) -> Iterable[str]:
+        template, shape = self._template(talk)
+        if not (shape.ends or template.has_generation_blocks or self.rules.supervise == "all"):
+            yield NO_END
 
     def _given_mask(self, found: Pretokenized) -> np.ndarray:
         if self.rules.supervise == "all":
@@ -148,7 +226,9 @@ class Converter:
                 "text that is already rendered does not say what the assistant said "
                 "(--supervise all marks every token)",
             )
-        return _Draft(raw, row_id, 0, _encodable(found.text), None)
+        text = _encodable(found.text)
+        check_length(text, most_text(self.rules.limits.context_length))
+        return _Draft(raw, row_id, 0, text, None)
 
     def _cuts(self, talk: Conversation) -> Iterable[tuple[int, Conversation, list[int]]]:
         """(turn, conversation, messages to supervise) of each sample of a conversation."""
@@ -156,33 +236,64 @@ class Converter:
             yield 0, talk, wanted_turns(talk, self.rules.supervise)
             return
         if talk.unweighted.issuperset(talk.assistant_turns):
-            raise BadRow("nothing_supervised", "every assistant turn has weight 0")
+            raise BadRow("nothing_supervised", "every assistant turn is switched off")
         for turn, last in enumerate(talk.assistant_turns, 1):
             if last not in talk.unweighted:
-                cut = Conversation(talk.messages[: last + 1], talk.tools, talk.unweighted)
+                cut = replace(talk, messages=talk.messages[: last + 1])
                 yield turn, cut, [last]
 
     def _chat_draft(
         self, raw: RawRow, row_id: str, turn: int, talk: Conversation, wanted: list[int]
     ) -> _Draft:
         template, shape = self._template(talk)
-        trace = _first_that_renders(template, talk)
-        text = _encodable(trace.text)
-        if self.rules.supervise == "all":
-            check_rendered(trace, talk, ())
-            return _Draft(raw, row_id, turn, text, None)
-        marked = np.zeros(len(text), bool)
-        for span in spans(trace, talk, shape, wanted, template.has_generation_blocks):
-            marked[span.start : span.stop] = True
-        return _Draft(raw, row_id, turn, text, marked)
+        every = self.rules.supervise == "all"
+        with self._guard(ROW_SECONDS):
+            trace = render(template, talk, wanted, empty=every)
+            text = _encodable(trace.text)
+            if every:
+                return _Draft(raw, row_id, turn, text, None)
+            marked = np.zeros(len(text), bool)
+            for span in spans(trace, talk, shape, wanted, template.has_generation_blocks):
+                marked[span.start : span.stop] = True
+            return _Draft(raw, row_id, turn, text, marked)
 
     def _template(self, talk: Conversation) -> tuple[ChatTemplate, TurnShape]:
-        name = "tool_use" if talk.tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
+        templates = self.rules.templates
+        name = "tool_use" if talk.tools and "tool_use" in templates else "default"
+        if name not in templates:
             raise BadRow(
                 "no_chat_template", "the tokenizer has no chat template: wanted --chat-template"
             )
-        return self._templates[name]
+        return self._learned(name, talk.variables)
+
+    def _learned(self, name: str, variables: Mapping[str, Any]) -> tuple[ChatTemplate, TurnShape]:
+        """A template with a row's own variables over those of all rows, and its shape. Raises
+        BadRow, each time, when it does not end on a short conversation."""
+        key = json.dumps([name, variables], sort_keys=True, default=repr)
+        if key not in self._templates:
+            self._templates[key] = self._learn(name, variables)
+            if len(self._templates) > LEARNED:
+                self._templates.popitem(last=False)
+        self._templates.move_to_end(key)
+        found = self._templates[key]
+        if isinstance(found, BadRow):
+            raise BadRow(found.reason, f"even of a short conversation: {found.detail}")
+        return found
+
+    def _learn(
+        self, name: str, variables: Mapping[str, Any]
+    ) -> tuple[ChatTemplate, TurnShape] | BadRow:
+        rules = self.rules
+        try:
+            made = ChatTemplate(
+                rules.templates[name],
+                {**rules.variables, **variables},
+                most=most_text(rules.limits.context_length),
+                guard=self._guard,
+            )
+            return made, TurnShape.learn(made, rules.special_tokens, rules.eos, rules.added_tokens)
+        except BadRow as bad:
+            return bad
 
     def _encode(self, drafts: list[_Draft]) -> Iterable[tuple[_Draft, Encoded | BadRow]]:
         try:
@@ -240,6 +351,14 @@ class Converter:
         )
 
 
+def identified(raw: RawRow) -> str:
+    """The row's id, as well as it can be told."""
+    try:
+        return record_id(_parse(raw.data), raw.number)
+    except (BadRow, RecursionError):
+        return str(raw.number)
+
+
 def _parse(data: bytes | Mapping[str, Any] | BadRow) -> Mapping[str, Any]:
     if isinstance(data, BadRow):
         raise data
@@ -262,47 +381,6 @@ def _encodable(text: str) -> str:
     except UnicodeEncodeError as error:
         raise BadRow("not_unicode", f"holds half a surrogate pair, {text[error.start]!a}") from None
     return text
-
-
-def _first_that_renders(template: ChatTemplate, talk: Conversation) -> Trace:
-    """Render; a template that refuses tools or arguments in the usual form is given the other form
-    that is in use (SGLang does so for tools)."""
-    try:
-        return template.prove(talk)
-    except BadRow as bad:
-        if bad.reason != "template_error":
-            raise
-        for other in _other_forms(talk):
-            try:
-                return template.prove(other)
-            except BadRow:
-                continue
-        raise
-
-
-def _other_forms(talk: Conversation) -> Iterable[Conversation]:
-    if talk.tools and any(isinstance(tool.get("function"), dict) for tool in talk.tools):
-        flat = [tool.get("function", tool) for tool in talk.tools]
-        yield Conversation(talk.messages, flat, talk.unweighted)
-    if any("tool_calls" in message for message in talk.messages):
-        yield Conversation(
-            [_with_text_arguments(message) for message in talk.messages],
-            talk.tools,
-            talk.unweighted,
-        )
-
-
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates that paste arguments into their text want them as JSON text."""
-    if "tool_calls" not in message:
-        return message
-    calls: list[dict[str, Any]] = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        text = json.dumps(function["arguments"], ensure_ascii=False)
-        function = {**function, "arguments": text}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
 
 
 def _encoder(rules: Rules) -> Encoder:

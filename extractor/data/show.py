@@ -11,9 +11,11 @@ from extractor.config import DataConfig
 from extractor.data.prepare import FOLDER, stores_in
 from extractor.data.read import open_sources, read_rows
 from extractor.data.store import INFO, REJECTS, PreparedStore, as_reject, as_sample
-from extractor.data.tokenizer import load_converter, load_rules
+from extractor.data.tokenizer import load_rules
+from extractor.data.work import outcomes
 from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
 from extractor.model import ModelSpec
+from extractor.printable import printable
 from extractor.records import Reject, Sample
 
 COLOUR, PLAIN = "\033[30;42m", "\033[0m"
@@ -52,12 +54,14 @@ def show(
         rejects = [*_rejects_of(store.rejects, row), *_run_rejects(path, row)]
         model = config.model if config is not None else store.model
         if row >= store.num_rows and not found and not rejects:
-            raise UsageError(f"--row {row}: {target} has {store.num_rows:,} rows")
+            raise UsageError(f"--row {row}: {printable(str(target))} has {store.num_rows:,} rows")
     elif config is not None:
         found, rejects = _converted(str(target), row, config)
         model = config.model
     else:
-        raise UsageError(f"{target}: no prepared samples in it; to show a data file give --model")
+        raise UsageError(
+            f"{printable(str(target))}: no prepared samples in it; to show a data file give --model"
+        )
     if not found and not rejects:
         raise UsageError(f"--row {row}: not among the rows that were used (--limit)")
     if found:
@@ -70,8 +74,10 @@ def show(
                     write(line)
     for reject in rejects:
         turn = f", turn {reject.turn}" if reject.turn else ""
-        write(f"row {reject.row}{turn}, id {reject.id}, {reject.source}: rejected")
-        write(f"{reject.reason}: {reject.detail}")
+        write(
+            f"row {reject.row}{turn}, id {printable(reject.id)}, {printable(reject.source)}: rejected"
+        )
+        write(f"{printable(reject.reason)}: {printable(reject.detail)}")
     return EXIT_OK if found else EXIT_FAILED
 
 
@@ -103,14 +109,14 @@ def _run_rejects(path: Path, row: int) -> Iterator[Reject]:
 
 def _converted(target: str, row: int, config: DataConfig) -> tuple[list[Sample], list[Reject]]:
     """Convert one row of a data file, now."""
-    converter = load_converter(load_rules(config, ModelSpec.read(config.model)))
+    rules = load_rules(config, ModelSpec.read(config.model))
     for raw in read_rows(open_sources([target])):
         if raw.number == row:
-            outcome = converter.convert([raw])
+            (outcome,) = outcomes(iter([raw]), rules, 1)
             return [as_sample(piece) for piece in outcome.pieces], [
                 as_reject(refusal) for refusal in outcome.refusals
             ]
-    raise UsageError(f"--row {row}: {target} has fewer rows")
+    raise UsageError(f"--row {row}: {printable(target)} has fewer rows")
 
 
 def _decoder(model: str, trust_remote_code: bool) -> Callable[[list[int]], str]:
@@ -119,7 +125,9 @@ def _decoder(model: str, trust_remote_code: bool) -> Callable[[list[int]], str]:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UsageError(f"--model {model}: the tokenizer cannot be loaded: {error}") from error
+        raise UsageError(
+            f"--model {printable(model)}: the tokenizer cannot be loaded: {printable(str(error))}"
+        ) from error
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -130,7 +138,8 @@ def _decoder(model: str, trust_remote_code: bool) -> Callable[[list[int]], str]:
 def _heading(sample: Sample) -> str:
     turn = f", turn {sample.turn}" if sample.turn else ""
     return (
-        f"row {sample.row}{turn}, id {sample.id}, {sample.source}: {len(sample):,} tokens, "
+        f"row {sample.row}{turn}, id {printable(sample.id)}, {printable(sample.source)}: "
+        f"{len(sample):,} tokens, "
         f"{int(sample.loss_mask.sum()):,} supervised"
     )
 
@@ -145,7 +154,7 @@ def _coloured(sample: Sample, decode: Callable[[list[int]], str], colour: bool) 
         torch.tensor_split(sample.loss_mask, edges),
         strict=True,
     ):
-        text = decode(ids.tolist())
+        text = printable(decode(ids.tolist()), keep="\n\t")
         pieces.append(f"{before}{text}{after}" if mask[0] else text)
     return "".join(pieces)
 

@@ -3,17 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from extractor.config import DataConfig, key_value
+from extractor.data.clock import NAME, Clock
 from extractor.data.encode import FastEncoder
-from extractor.data.render import RESERVED, parse_argument
+from extractor.data.normalise import RESERVED
+from extractor.data.render import parse_argument
 from extractor.data.rows import Limits
-from extractor.data.sample import Converter, Rules
+from extractor.data.sample import Rules
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
+from extractor.printable import printable
 
 # A model folder without any of these has no tokenizer.
 TOKENIZER_FILES = ("tokenizer*", "*.tiktoken", "vocab.*", "*.model", "tekken.json", "*.gguf")
@@ -22,8 +24,12 @@ TOKENIZER_FILES = ("tokenizer*", "*.tiktoken", "vocab.*", "*.model", "tekken.jso
 PROBE = "Hello  wörld!\n\n  don't 12345 東京 🙂\tx"
 
 
-def load_rules(config: DataConfig, model: ModelSpec) -> Rules:
-    """Raises UsageError for a tokenizer or a template that cannot be read."""
+def load_rules(config: DataConfig, model: ModelSpec, clock: Clock | None = None) -> Rules:
+    """Args:
+        clock: the day that templates print, unless --template-arg strftime_now gives another.
+
+    Raises UsageError for a tokenizer or a template that cannot be read.
+    """
     arguments = template_arguments(config)
     try:
         tokenizer: Any = (
@@ -34,7 +40,7 @@ def load_rules(config: DataConfig, model: ModelSpec) -> Rules:
     except Exception as error:  # OSError, ValueError, and whatever a tokenizer's own code raises
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f"--model {model.path}: the tokenizer cannot be loaded: {first}"
+            f"--model {model.path}: the tokenizer cannot be loaded: {printable(first)}"
         ) from error
     templates = _templates(tokenizer, config.chat_template)
     added = tokenizer.added_tokens_decoder.values()
@@ -44,9 +50,10 @@ def load_rules(config: DataConfig, model: ModelSpec) -> Rules:
         tokenizer_path=str(model.path),
         trust_remote_code=config.trust_remote_code,
         templates=templates,
-        variables={**tokenizer.special_tokens_map, **arguments},
+        variables={NAME: clock or Clock.today(), **tokenizer.special_tokens_map, **arguments},
         special_tokens=tuple(sorted(special or {str(token) for token in added})),
         eos=tokenizer.eos_token,
+        added_tokens=tuple(sorted(map(str, added))),
         supervise=config.supervise,
         turns=config.turns,
         limits=Limits(
@@ -66,12 +73,8 @@ def _no_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
 
 
-def load_converter(rules: Rules) -> Converter:
-    """Raises UsageError for a template that is no Jinja."""
-    try:
-        return Converter(rules)
-    except TemplateSyntaxError as error:
-        raise UsageError(f"the chat template, line {error.lineno}: {error.message}") from error
+def prints_date(rules: Rules) -> bool:
+    return any(NAME in text for text in rules.templates.values())
 
 
 def template_arguments(config: DataConfig) -> dict[str, Any]:
@@ -82,8 +85,17 @@ def template_arguments(config: DataConfig) -> dict[str, Any]:
         _, value = key_value(item, "--template-arg")
         if key in RESERVED:
             raise UsageError(f"--template-arg {item}: {key} comes from the row")
-        arguments[key.strip()] = parse_argument(value)
+        arguments[key.strip()] = _day(item, value) if key == NAME else parse_argument(value)
     return arguments
+
+
+def _day(item: str, value: str) -> Clock:
+    try:
+        return Clock(value.strip('"'))
+    except ValueError:
+        raise UsageError(
+            f"--template-arg {printable(item)}: wanted the day to print, as 2026-01-31"
+        ) from None
 
 
 def _templates(tokenizer: Any, file: Path | None) -> dict[str, str]:

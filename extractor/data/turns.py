@@ -21,6 +21,7 @@ from extractor.data.normalise import Conversation
 from extractor.data.render import NOBODY, ChatTemplate, Kind, Trace
 from extractor.data.rows import BadRow, Message, Supervise
 
+WINDOW = 4096  # characters looked at at a time
 _USER: Message = {"role": "user", "content": "Where do geese go?"}
 _AGAIN: Message = {"role": "user", "content": "And ducks?"}
 _SYSTEM: Message = {"role": "system", "content": "Speak of birds."}
@@ -62,8 +63,14 @@ class TurnShape:
             none, the text that it prints between a question and an answer.
         prompts: by the role of the message before, (what closes that message, that and the
             generation prompt).
-        terminators: end-of-turn tokens.
+        terminators: what ends a turn: mostly one special token.
+        doubled: those of them after which the tokenizer's end token stands, too, in the middle of
+            a conversation, and so is the turn's. After the last turn alone it ends the text.
         eos: the tokenizer's own end token, or "".
+        ends: whether the template itself ends an answer by anything; if not, its last character
+            is the turn's end.
+        unclear: what the template prints after the last turn and what cannot be taken for an end
+            of turn, or "".
         openers: by the role of the message after a tool call, what opens that message; for
             templates that end a turn by no token.
         special: matches any special token.
@@ -72,32 +79,44 @@ class TurnShape:
     header: str
     prompts: Mapping[str, tuple[str, str]]
     terminators: frozenset[str]
+    doubled: frozenset[str]
     eos: str
+    ends: bool
+    unclear: str
     openers: Mapping[str, str]
     special: "re.Pattern[str]" = field(repr=False)
 
     @classmethod
     def learn(
-        cls, template: ChatTemplate, special_tokens: Collection[str], eos: str | None
+        cls,
+        template: ChatTemplate,
+        special_tokens: Collection[str],
+        eos: str | None,
+        added_tokens: Collection[str] = (),
     ) -> "TurnShape":
-        ordered = sorted(filter(None, special_tokens), key=len, reverse=True)
-        special = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        """Args:
+        added_tokens: all that the tokenizer takes for one token beside its vocabulary, special
+            or not.
+        """
+        special = _any_of(special_tokens)
         prompts = _prompts(template)
         closing, opening = prompts.get("user", ("", ""))
         header = opening[len(closing) :]
         if not header.strip():
             header = _lead(template, closing) or header
-        terminators = _terminators(template, special) | ({eos} if eos else set())
-        openers = _openers(template)
-        return cls(header, prompts, frozenset(terminators), eos or "", openers, special)
-
-
-def _try(template: ChatTemplate, *messages: Message, prompt: bool = False) -> Trace | None:
-    """A trace, or None when the template refuses such a conversation, as some do."""
-    try:
-        return template.trace(Conversation(list(messages)), prompt)
-    except Exception:
-        return None
+        ends = _Ends.learn(template, special, _any_of({*special_tokens, *added_tokens}))
+        terminators = ends.terminators | ({eos} if eos else set[str]())
+        return cls(
+            header=header,
+            prompts=prompts,
+            terminators=frozenset(terminators),
+            doubled=frozenset(t for t in terminators if eos and t + eos in ends.history),
+            eos=eos or "",
+            ends=bool(ends.terminators),
+            unclear=ends.unclear,
+            openers=_openers(template),
+            special=_any_of({*special_tokens, *terminators}),
+        )
 
 
 def _tail(trace: Trace | None) -> str | None:
@@ -122,8 +141,8 @@ def _prompts(template: ChatTemplate) -> dict[str, tuple[str, str]]:
     }
     for role, attempts in talks.items():
         for talk in attempts:
-            closed = _tail(_try(template, *talk))
-            opened = _tail(_try(template, *talk, prompt=True))
+            closed = _tail(template.attempt(*talk))
+            opened = _tail(template.attempt(*talk, prompt=True))
             if closed is not None and opened is not None:
                 shared = _shared(closed, opened)
                 prompts[role] = (shared, opened)
@@ -133,7 +152,7 @@ def _prompts(template: ChatTemplate) -> dict[str, tuple[str, str]]:
 
 def _lead(template: ChatTemplate, closing: str) -> str:
     """What a template without a generation prompt prints between a question and an answer."""
-    trace = _try(template, _USER, _ANSWER) or _try(template, _SYSTEM, _USER, _ANSWER)
+    trace = template.attempt(_USER, _ANSWER) or template.attempt(_SYSTEM, _USER, _ANSWER)
     if trace is None:
         return ""
     answer = np.flatnonzero(trace.message == trace.message.max())
@@ -145,26 +164,41 @@ def _lead(template: ChatTemplate, closing: str) -> str:
     return lead if lead.strip() else ""
 
 
-def _terminators(template: ChatTemplate, special: "re.Pattern[str]") -> set[str]:
-    found: set[str] = set()
-    final = _tail(_try(template, _USER, _ANSWER)) or ""
-    first = special.search(final)
-    if first:
-        found.add(first[0])
-        found |= _history_terminator(template, special, first[0])
-    called = _try(template, _USER, _CALL)
-    printed = called is not None and any(call.printed and call.spoken for call in called.calls)
-    closers = special.findall(_tail(called) or "") if printed else []
-    if closers and not found & set(closers):
-        found.add(closers[-1])
-    return found
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """How a template ends an answer. history: what it prints between an answer or a call and what
+    follows; unclear: as in TurnShape."""
+
+    terminators: set[str]
+    history: str
+    unclear: str
+
+    @classmethod
+    def learn(
+        cls, template: ChatTemplate, special: "re.Pattern[str]", added: "re.Pattern[str]"
+    ) -> "_Ends":
+        final = _tail(template.attempt(_USER, _ANSWER)) or ""
+        between = _between(template.attempt(_USER, _ANSWER, _AGAIN))
+        found, unclear = _closings(final, between, special, added)
+        for tokens in (special, added):
+            if between is not None and not any(end in between for end in found):
+                found |= _history_terminator(template, tokens, between)
+        called = template.attempt(_USER, _CALL)
+        printed = called is not None and any(
+            saying.printed and saying.whose.kind == Kind.CALL for saying in called.said
+        )
+        closers = special.findall(_tail(called) or "") if printed else []
+        if closers and not found & set(closers):
+            found.add(closers[-1])
+        after_call = _between(template.attempt(_USER, _CALL, _RESULT)) or ""
+        return cls(found, f"{between or ''}\0{after_call}", unclear)
 
 
 def _openers(template: ChatTemplate) -> dict[str, str]:
-    closed = _tail(_try(template, _USER, _CALL))
+    closed = _tail(template.attempt(_USER, _CALL))
     openers: dict[str, str] = {}
     for message in (_RESULT, _AGAIN):
-        trace = _try(template, _USER, _CALL, message)
+        trace = template.attempt(_USER, _CALL, message)
         if trace is None or closed is None:
             continue
         said = np.flatnonzero((trace.message == 1) & ~trace.copied)
@@ -176,25 +210,56 @@ def _openers(template: ChatTemplate) -> dict[str, str]:
     return openers
 
 
-def _history_terminator(template: ChatTemplate, special: "re.Pattern[str]", final: str) -> set[str]:
-    """The token that closes a turn in the middle, where a template has another than at the end."""
-    trace = _try(template, _USER, _ANSWER, _AGAIN)
-    alone = _try(template, _USER)
-    if trace is None or alone is None:
-        return set()
-    answer = np.flatnonzero(trace.message == 1)
+def _closings(
+    final: str, between: str | None, special: "re.Pattern[str]", added: "re.Pattern[str]"
+) -> tuple[set[str], str]:
+    """(what ends an answer, what is unclear) of the texts after a last answer and after one that a
+    question follows. Mostly a special token is in both; a text that is in both ends the turn as
+    well, and then a token after it at the end is the whole text's."""
+    first = special.search(final)
+    head = final[: first.start()] if first else final
+    if first and (between is None or first[0] in between or not head.strip()):
+        return {first[0]}, ""
+    if not head.strip():
+        return set(), ""
+    if between is None or between.startswith(head.rstrip()):
+        plain = added.search(head)
+        return {plain[0] if plain else head.strip()}, ""
+    if first:
+        return {first[0]}, ""
+    return set(), head.strip()  # a footer, or a prompt that is always there
+
+
+def _between(trace: Trace | None) -> str | None:
+    """The template's text between the second message and the third."""
+    if trace is None:
+        return None
+    answer = np.flatnonzero((trace.message == 1) & ~trace.copied)
     after = np.flatnonzero(trace.message == 2)
     if not len(answer) or not len(after):
-        return set()
-    token = special.search(trace.text[int(answer[-1]) + 1 : int(after[0])])
-    if token is None or token[0] == final:
+        return None
+    return trace.text[int(answer[-1]) + 1 : int(after[0])]
+
+
+def _history_terminator(
+    template: ChatTemplate, tokens: "re.Pattern[str]", between: str
+) -> set[str]:
+    """The token that closes a turn in the middle, where a template has another than at the end."""
+    alone = template.attempt(_USER)
+    token = tokens.search(between)
+    if alone is None or token is None:
         return set()
     # A token that opens the next message does not end this one, unless it ends messages elsewhere.
-    closes_question = special.search(_tail(alone) or "")
+    closes_question = tokens.search(_tail(alone) or "")
     before = alone.text[: int(np.flatnonzero(alone.origin >= 0)[0])]
     if (closes_question and closes_question[0] == token[0]) or token[0] not in before:
         return {token[0]}
     return set()
+
+
+def _any_of(texts: Collection[str]) -> "re.Pattern[str]":
+    ordered = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 def wanted_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
@@ -214,26 +279,38 @@ def spans(
         blocks: the template marks what is generated itself.
 
     Raises:
-        BadRow: "not_rendered" when the template dropped something that was said, "empty_assistant"
-            for a turn that says nothing, "mask_unproved" when a turn's place is not certain.
+        BadRow: "mask_unproved" when a turn's place is not certain.
     """
-    check_rendered(trace, conversation, wanted)
+    generated = _generated(trace)
     if blocks:
-        return _block_spans(trace, wanted)
+        return _block_spans(trace, wanted, generated)
     bones = trace.bones()
     somebody = np.flatnonzero(trace.origin >= 0)
     found: list[Span] = []
     for turn in wanted:
-        span = _turn_span(trace, conversation, shape, turn, bones, somebody)
+        span = _turn_span(trace, conversation, shape, turn, generated[turn], bones, somebody)
         if found and span.start < found[-1].stop:
             raise BadRow("mask_unproved", f"turns {found[-1].message} and {turn} overlap")
         found.append(span)
     return found
 
 
-def _generated(trace: Trace, turn: int) -> np.ndarray:
-    """Positions of what the assistant said in a turn, first prints only."""
-    return np.flatnonzero((trace.message == turn) & (trace.kind < Kind.OTHER) & ~trace.copied)
+def _generated(trace: Trace) -> dict[int, np.ndarray]:
+    """By turn, the positions of what the assistant said in it, first prints only."""
+    here = np.flatnonzero((trace.message >= 0) & (trace.kind < Kind.OTHER) & ~trace.copied)
+    here = here[np.argsort(trace.message[here], kind="stable")]
+    turns, firsts = np.unique(trace.message[here], return_index=True)
+    return dict(zip(turns.tolist(), np.split(here, firsts[1:]), strict=True)) if len(here) else {}
+
+
+def _next_other(trace: Trace, somebody: np.ndarray, place: int, turn: int) -> int:
+    """The first position from somebody[place] on that is not a copy of the turn's own text."""
+    for begin in range(place, len(somebody), WINDOW):
+        after = somebody[begin : begin + WINDOW]
+        others = np.flatnonzero((trace.message[after] != turn) | ~trace.copied[after])
+        if len(others):
+            return int(after[others[0]])
+    return len(trace.text)
 
 
 def _turn_span(
@@ -241,22 +318,20 @@ def _turn_span(
     conversation: Conversation,
     shape: TurnShape,
     turn: int,
+    said: np.ndarray,
     bones: str,
     somebody: np.ndarray,
 ) -> Span:
-    said = _generated(trace, turn)
     first, last = int(said[0]), int(said[-1])
     inside = trace.message[first : last + 1]
     ours = (inside == turn) & (trace.kind[first : last + 1] < Kind.OTHER)
     if not (ours | (inside == NOBODY)).all():
         raise BadRow("mask_unproved", f"other text stands inside assistant turn {turn}")
-    before = somebody[somebody < first]
-    low = int(before[-1]) + 1 if len(before) else 0
+    before = int(np.searchsorted(somebody, first))
+    low = int(somebody[before - 1]) + 1 if before else 0
     # Copies of the turn's own text may follow it, before its end (a closing tag that repeats a
     # name) or after (a tool result's header); whatever else follows is not the turn's.
-    after = somebody[somebody > last]
-    after = after[(trace.message[after] != turn) | ~trace.copied[after]]
-    high = int(after[0]) if len(after) else len(bones)
+    high = _next_other(trace, somebody, int(np.searchsorted(somebody, last, "right")), turn)
     is_call = "tool_calls" in conversation.messages[turn]
     start = low + _begin(bones[low:first], conversation, shape, turn, trace.kind[first])
     following = conversation.messages[turn + 1]["role"] if high < len(bones) else ""
@@ -308,10 +383,16 @@ def _end(tail: str, shape: TurnShape, turn: int, is_call: bool, following: str) 
     for found in shape.special.finditer(tail):
         if found[0] in shape.terminators:
             # Some close an answer with a token of its own and then the turn with another.
-            closed = shape.eos and tail.startswith(shape.eos, found.end())
+            closed = found[0] in shape.doubled and tail.startswith(shape.eos, found.end())
             return found.end() + (len(shape.eos) if closed else 0)
         if not is_call:
             return 0
+    if shape.unclear:
+        raise BadRow(
+            "mask_unproved",
+            f"the chat template ends turn {turn} with no token that could be told; after the last "
+            f"turn it prints {shape.unclear[:60]!r}",
+        )
     if not is_call:
         return 0
     opener = shape.openers.get(following, "")
@@ -322,11 +403,12 @@ def _end(tail: str, shape: TurnShape, turn: int, is_call: bool, following: str) 
     raise BadRow("mask_unproved", f"where the tool calls of turn {turn} end is not certain")
 
 
-def _block_spans(trace: Trace, wanted: list[int]) -> list[Span]:
+def _block_spans(
+    trace: Trace, wanted: list[int], generated: Mapping[int, np.ndarray]
+) -> list[Span]:
     found: list[Span] = []
     for turn in wanted:
-        said = _generated(trace, turn)
-        numbers = np.unique(trace.block[said])
+        numbers = np.unique(trace.block[generated[turn]])
         numbers = numbers[numbers > 0]
         if not len(numbers):
             raise BadRow("mask_unproved", f"turn {turn} is in no generation block of the template")
@@ -339,57 +421,3 @@ def _block_spans(trace: Trace, wanted: list[int]) -> list[Span]:
                 raise BadRow("mask_unproved", f"a generation block holds more than turn {turn}")
             found.append(Span(turn, start, stop))
     return sorted(found, key=lambda span: span.start)
-
-
-def check_rendered(trace: Trace, conversation: Conversation, wanted: Collection[int]) -> None:
-    """Nothing that the row says may be dropped in silence.
-
-    What may be: reasoning in earlier turns, which templates strip (a reasoning field, or what
-    stands before `</think>` in a content).
-
-    Raises:
-        BadRow: "not_rendered", "tool_calls_not_rendered", "tools_not_rendered", "empty_assistant".
-    """
-    shown = _distinct(trace)
-    printed = {message for message, _ in shown}
-    if conversation.tools and not any(message < NOBODY for message in printed):
-        raise BadRow("tools_not_rendered", "the chat template does not print the row's tools")
-    for number, message in enumerate(conversation.messages):
-        role, content = message["role"], message["content"]
-        if role != "assistant":
-            if content.strip() and (number, Kind.OTHER) not in shown:
-                raise BadRow("not_rendered", f"the chat template drops message {number} ({role})")
-            continue
-        visible = content.rpartition("</think>")[2]
-        if visible.strip() and (number, Kind.CONTENT) not in shown:
-            raise BadRow(
-                "not_rendered", f"the chat template drops what the assistant says in turn {number}"
-            )
-        if lost := _lost_in_calls(trace, number):
-            raise BadRow(
-                "tool_calls_not_rendered",
-                f"the chat template does not print the tool calls of turn {number} ({lost[:60]!r})",
-            )
-        if number in wanted and not any((number, kind) in shown for kind in list(Kind)[:3]):
-            raise BadRow(
-                "empty_assistant", f"assistant turn {number} has no text when it is rendered"
-            )
-
-
-def _lost_in_calls(trace: Trace, turn: int) -> str:
-    """A name or an argument that is not printed, or "". (A name that an id repeats, as in
-    functions.look_up:0, is printed with that.)"""
-    calls = [call for call in trace.calls if call.message == turn]
-    printed = [call.text for call in calls if call.printed and not call.spoken]
-    for call in calls:
-        lost = call.spoken and not call.printed and call.text.strip()
-        if lost and not any(call.text in text for text in printed):
-            return call.text
-    return ""
-
-
-def _distinct(trace: Trace) -> set[tuple[int, int]]:
-    """Pairs (message, kind) that print at least one character of their own."""
-    here = (trace.origin >= 0) & ~trace.copied
-    codes = np.unique((trace.message[here] << 3) | trace.kind[here])
-    return {(code >> 3, code & 7) for code in codes.tolist()}

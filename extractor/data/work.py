@@ -1,4 +1,5 @@
-"""Chunks of rows through a Converter: in this process for few, in processes of their own for many.
+"""Chunks of rows through a Converter, in processes of their own: chat templates, which may be
+anybody's, run in no other, and what a row costs there is bounded (bounds.py).
 
 The processes are plain Python programs (worker.py) on two pipes, and not multiprocessing's: its
 spawned children import the main script again, and with it torch and all of transformers, which
@@ -10,6 +11,7 @@ import contextlib
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -19,65 +21,134 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from extractor.data.rows import RawRow
-from extractor.data.sample import Converter, Outcome, Rules
-from extractor.errors import RunError
+from extractor.data.rows import BadRow, RawRow, Refusal
+from extractor.data.sample import Converter, Outcome, Rules, identified
+from extractor.errors import RunError, UsageError
 
 CHUNK_ROWS = 64
 CHUNK_BYTES = 1 << 20
-IN_PROCESS_ROWS = 2000  # starting processes costs seconds: as long as so many rows take
+FEW_ROWS = 2000  # starting processes costs seconds: as long as so many rows take
 CHUNKS_AHEAD = 4  # per worker: enough that none waits, few enough that memory stays flat
 STOP_SECONDS = 5.0
 PACKAGES = Path(__file__).parents[2]
+KEEP_SPARE = False  # for programs that convert many inputs, as tests do: workers wait for the next
+SPARE: list["_Worker"] = []
 
 
-def outcomes(rows: Iterator[RawRow], converter: Converter, workers: int) -> Iterator[Outcome]:
-    """What becomes of each chunk, in the order of the rows.
+def outcomes(rows: Iterator[RawRow], rules: Rules, workers: int) -> Iterator[Outcome]:
+    """What becomes of each chunk, in the order of the rows. Chat templates, which may be anybody's,
+    run in worker processes alone; few rows that are ids need none.
 
     Raises:
-        RunError: a worker process died.
+        UsageError: a template is no Jinja.
+        RunError: a worker process died, and no row is to blame for it.
     """
-    first = list(islice(rows, IN_PROCESS_ROWS + 1))
-    chunks = _chunks(chain(first, rows))
-    if len(first) <= IN_PROCESS_ROWS or workers < 2:
-        yield from map(converter.convert, chunks)
-    else:
-        yield from _in_processes(chunks, converter.rules, workers)
-
-
-def _in_processes(chunks: Iterator[list[RawRow]], rules: Rules, workers: int) -> Iterator[Outcome]:
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    processes: list[_Worker] = []
-    threads = ThreadPoolExecutor(workers, "tokenize")  # each waits for one process at a time
+    first = list(islice(rows, FEW_ROWS + 1))
+    few = len(first) <= FEW_ROWS
+    crew = _Crew(rules, 1 if few else workers)
+    here = Converter(rules)
     pending: deque[Future[Outcome]] = deque()
-
-    def convert(chunk: list[RawRow]) -> Outcome:
-        worker = idle.get()
-        try:
-            return worker.convert(chunk)
-        finally:
-            idle.put(worker)
-
     try:
-        for _ in range(workers):
-            processes.append(_Worker(rules))
-            idle.put(processes[-1])
-        for chunk in chunks:
-            pending.append(threads.submit(convert, chunk))
-            if len(pending) >= workers * CHUNKS_AHEAD:
+        for chunk in _chunks(chain(first, rows)):
+            if few and not here.renders(chunk):
+                pending.append(Future())
+                pending[-1].set_result(here.convert(chunk))
+            else:
+                pending.append(crew.submit(chunk))
+            if len(pending) >= crew.size * CHUNKS_AHEAD:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
-        for process in processes:
-            process.close()
-        threads.shutdown(wait=True, cancel_futures=True)
+        crew.close()
+
+
+class _Crew:
+    """Worker processes, each started when there is a chunk for it, and a thread to wait for each."""
+
+    def __init__(self, rules: Rules, size: int) -> None:
+        self.size = size
+        self._rules = rules
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._started: list[_Worker] = []
+        self._threads = ThreadPoolExecutor(size, "tokenize")
+
+    def submit(self, chunk: list[RawRow]) -> "Future[Outcome]":
+        if len(self._started) < self.size:
+            self._idle.put(self._worker())
+        return self._threads.submit(self._convert, chunk)
+
+    def _worker(self) -> "_Worker":
+        worker = SPARE.pop() if SPARE else _Worker()
+        self._started.append(worker)
+        worker.rules = self._rules
+        return worker
+
+    def _convert(self, chunk: list[RawRow]) -> Outcome:
+        worker = self._idle.get()
+        try:
+            return worker.convert(chunk)
+        except _DiedError as died:
+            if died.at_rules:
+                raise RunError(f"a process that tokenizes died: {died}") from None
+            worker = self._replaced(worker)
+            if len(chunk) == 1:
+                return _refused(chunk[0], died)
+        finally:
+            self._idle.put(worker)
+        return _together(self._convert([row]) for row in chunk)  # one of them: find out which
+
+    def _replaced(self, worker: "_Worker") -> "_Worker":
+        worker.close()
+        self._started.remove(worker)
+        return self._worker()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._started:
+            if KEEP_SPARE and worker.answers:
+                SPARE.append(worker)
+            else:
+                worker.close()
+        self._threads.shutdown(wait=True)
+
+
+def _refused(row: RawRow, died: "_DiedError") -> Outcome:
+    bad = BadRow("process_died", f"the process that rendered it died of it: {died}")
+    place = (row.number, 0, identified(row), row.file, row.line)
+    return Outcome(1, [], [Refusal(*place, bad.reason, bad.detail)])
+
+
+def _together(parts: Iterable[Outcome]) -> Outcome:
+    whole = Outcome(0, [], [])
+    for part in parts:
+        whole = Outcome(
+            whole.rows + part.rows,
+            whole.pieces + part.pieces,
+            whole.refusals + part.refusals,
+            whole.unread + part.unread,
+            whole.remarks + part.remarks,
+        )
+    return whole
+
+
+class _DiedError(Exception):
+    """A worker process ended by itself. at_rules: before it had a row."""
+
+    def __init__(self, text: str, at_rules: bool) -> None:
+        super().__init__(text)
+        self.at_rules = at_rules
 
 
 class _Worker:
-    """A process that converts chunks, one after another. Pickles go over its pipes only."""
+    """A process that converts chunks, one after another. Pickles go over its pipes only.
 
-    def __init__(self, rules: Rules) -> None:
+    Attributes:
+        rules: to be told before the next chunk, or None when it knows them.
+        answers: it owes no answer, and so can go on with other rules.
+    """
+
+    def __init__(self) -> None:
         search = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
@@ -91,26 +162,44 @@ class _Worker:
             stdout=subprocess.PIPE,
             env=environment,
         )
-        self._rules: Rules | None = rules
+        self.rules: Rules | None = None
+        self.answers = True
 
     def convert(self, chunk: list[RawRow]) -> Outcome:
-        """Raises RunError when the process is gone."""
-        to, back = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
-        try:
-            if self._rules is not None:  # sent from a thread: a pipe takes less than they hold
-                self._send(self._rules, to)
-                self._rules = None
-            self._send(chunk, to)
-            return pickle.load(back)
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise RunError(
-                "a process that tokenizes died (out of memory, perhaps: --workers takes fewer)"
-            ) from error
+        """Raises UsageError for rules that cannot be used, and _DiedError when the process is
+        gone."""
+        if self.rules is not None:  # sent from a thread: a pipe takes less than they hold
+            refusal = self._asked(self.rules, at_rules=True)
+            if refusal is not None:
+                raise UsageError(refusal)
+            self.rules = None
+        return self._asked(chunk, at_rules=False)
 
-    @staticmethod
-    def _send(what: Any, to: IO[bytes]) -> None:
-        pickle.dump(what, to, pickle.HIGHEST_PROTOCOL)
-        to.flush()
+    def _asked(self, what: Any, at_rules: bool) -> Any:
+        to, back = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
+        self.answers = False
+        try:
+            pickle.dump(what, to, pickle.HIGHEST_PROTOCOL)
+            to.flush()
+            answer = pickle.load(back)
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+            raise _DiedError(self._end(), at_rules) from None
+        self.answers = True
+        return answer
+
+    def _end(self) -> str:
+        """How the process ended, in words. Raises RunError where that is nobody's template."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(STOP_SECONDS)
+            if code in (-signal.SIGKILL, -signal.SIGTERM):
+                raise RunError(
+                    f"a process that tokenizes was killed by signal {-code} (out of memory, "
+                    "perhaps: --workers takes fewer)"
+                )
+            if code == -signal.SIGVTALRM:
+                return "it took too long in one step"
+            return f"signal {-code}" if code < 0 else f"exit code {code}"
+        return "it answers no more"
 
     def close(self) -> None:
         """Ends the process, at once if it is in the middle of a chunk."""
@@ -127,7 +216,7 @@ def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
     size = 0
     for row in rows:
         chunk.append(row)
-        size += len(row.data) if isinstance(row.data, bytes) else 1 << 12
+        size += len(row.data) if isinstance(row.data, bytes) else row.size
         if len(chunk) >= CHUNK_ROWS or size >= CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

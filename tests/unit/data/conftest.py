@@ -1,6 +1,6 @@
 """Fixtures of the front end's tests. Most need no model: their tokenizer is made here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,20 @@ import pytest
 from data_kit import BOS_EOS, SPECIAL, TEMPLATES, Make, train
 from tokenizers import Tokenizer
 
+from extractor.data import work
 from extractor.data.rows import Limits
 from extractor.data.sample import Converter, Rules
 from extractor.model import ModelSpec
+
+
+@pytest.fixture(scope="session", autouse=True)
+def spare_workers() -> Iterator[None]:
+    """A worker process takes a second to start: each test goes on with that of the one before."""
+    work.KEEP_SPARE = True
+    yield
+    work.KEEP_SPARE = False
+    while work.SPARE:
+        work.SPARE.pop().close()
 
 
 @pytest.fixture(scope="session")

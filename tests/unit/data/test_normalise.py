@@ -139,3 +139,113 @@ def test_ids_are_texts() -> None:
     assert record_id({"conversation_id": "x/../y"}, 0) == "x/../y"
     assert record_id({"id": None}, 3) == "3"
     assert record_id({"id": ["a"]}, 3) == "3"
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters", "args", "input", "params", "kwargs"])
+@pytest.mark.parametrize("values", [{"a": 1}, '{"a": 1}'])
+def test_the_values_of_a_call(key: str, values: Any) -> None:
+    for call in (
+        {"function": {"name": "f", key: values}, "id": "1"},
+        {"name": "f", key: values},
+        {"function": {"name": "f", "arguments": None}, key: values},
+        {"function": {"name": "f", key: values, "arguments": {"a": 1}}},
+    ):
+        (found,) = messages(with_call([call]))[1]["tool_calls"]
+        function = found.get("function", found)
+        assert function == {"name": "f", "arguments": {"a": 1}}
+        assert not {key} & found.keys() - {"arguments"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "f", "inputs": {"a": 1}},
+        {"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}},
+        {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+        {"function": {"name": "f", "arguments": {}}, "args": {"a": 1}},
+        {"name": "f", "arguments": {"a": float("nan")}},
+        {"name": "f", "arguments": '{"a": [1e999]}'},
+    ],
+)
+def test_a_call_whose_values_are_not_certain(call: dict[str, Any]) -> None:
+    assert reason(with_call([call])) == "bad_tool_calls"
+
+
+def test_a_call_without_values() -> None:
+    (found,) = messages(with_call([{"id": "1", "type": "function", "function": {"name": "f"}}]))[1][
+        "tool_calls"
+    ]
+    assert found["function"]["arguments"] == {}
+
+
+def test_nulls_in_tools_and_calls_are_missing_keys() -> None:
+    schema = {"name": "f", "parameters": {"a": {"type": "string", "enum": ["x", None]}, "b": {}}}
+    filled = {
+        "name": "f", "strict": None,
+        "parameters": {"a": {"type": "string", "enum": ["x", None], "n": None}, "b": {"n": None}},
+    }  # fmt: skip
+    call = {"id": None, "function": {"name": "f", "arguments": '{"c": null}', "more": None}}
+    found = normalise({**with_call([call]), "tools": [{"function": filled, "type": None}]})
+    assert isinstance(found, Conversation)
+    assert found.tools == [{"function": schema}]
+    assert found.messages[1]["tool_calls"] == [
+        {"function": {"name": "f", "arguments": {"c": None}}}  # a null of the text is meant
+    ]
+    text = normalise({"messages": TALK, "tools": '[{"default": null}]'})
+    assert isinstance(text, Conversation) and text.tools == [{"default": None}]
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"weight": 0}, {"train": False}, {"training": 0}, {"trainable": False}, {"loss": 0.0},
+        {"masked": True}, {"train": False, "weight": 0},
+    ],
+)  # fmt: skip
+def test_switches_of_a_message(switch: dict[str, Any]) -> None:
+    found = normalise({"messages": [*TALK, TALK[0], {**TALK[1], **switch}]})
+    assert isinstance(found, Conversation)
+    assert found.unweighted == {3} and found.messages[3] == TALK[1] and not found.unread
+    on = {key: not value for key, value in switch.items()}
+    found = normalise({"messages": [TALK[0], {**TALK[1], **on}]})
+    assert isinstance(found, Conversation) and not found.unweighted
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({"train": "false"}, "bad_messages"),
+        ({"loss": 2.5}, "bad_messages"),
+        ({"train": True, "weight": 0}, "ambiguous"),
+        ({"masked": True, "loss": 1}, "ambiguous"),
+    ],
+)
+def test_switches_that_say_nothing_clear(message: dict[str, Any], code: str) -> None:
+    assert reason({"messages": [TALK[0], {**TALK[1], **message}]}) == code
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss"])
+def test_a_row_that_is_switched_off(key: str) -> None:
+    for row in ({"messages": TALK}, {"input_ids": [1], "loss_mask": [1]}, {"text": "a"}):
+        assert reason({**row, key: 0}) == "switched_off"
+        assert reason({**row, key: False}) == "switched_off"
+    found = normalise({"messages": TALK, key: 1})
+    assert isinstance(found, Conversation) and not found.unread
+    found = normalise({"messages": TALK, key: 0.5})
+    assert isinstance(found, Conversation) and found.unread == (f"row key {key}",)
+
+
+def test_what_nothing_reads_is_noted() -> None:
+    row = {"id": 1, "messages": [{**TALK[0], "train": True}, TALK[1]], "split": "a", "x": None}
+    found = normalise(row)
+    assert isinstance(found, Conversation)
+    assert set(found.unread) == {"row key split", "a switch to learn from a user message"}
+    assert reason({"messages": TALK, "functions": [{"name": "f"}]}) == "bad_tools"
+
+
+def test_variables_of_a_row() -> None:
+    for given in ({"a": False, "b": None}, '{"a": false}'):
+        found = normalise({"messages": TALK, "chat_template_kwargs": given})
+        assert isinstance(found, Conversation) and found.variables == {"a": False}
+    for wrong in ([1], "{no", {"messages": []}, {"add_generation_prompt": True}):
+        assert reason({"messages": TALK, "chat_template_kwargs": wrong}) == "bad_messages"

@@ -108,7 +108,7 @@ def test_processes_give_what_one_process_gives(
 ) -> None:
     data = rows(300, tmp_path / "a.jsonl")
     alone = run(data, workers=1, output=tmp_path / "one")
-    monkeypatch.setattr(work, "IN_PROCESS_ROWS", 100)
+    monkeypatch.setattr(work, "FEW_ROWS", 100)
     many = run(data, workers=2, output=tmp_path / "two")
     assert alone.digest == many.digest
     files = sorted(path.name for path in alone.path.iterdir())
@@ -120,7 +120,8 @@ def test_processes_give_what_one_process_gives(
 def test_a_worker_that_dies_is_an_error(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "IN_PROCESS_ROWS", 10)
+    monkeypatch.setattr(work, "FEW_ROWS", 10)
+    monkeypatch.setattr(work, "SPARE", [])
     monkeypatch.setattr(work.sys, "executable", "/bin/false")
     with pytest.raises(RunError, match="a process that tokenizes died"):
         run(rows(100, tmp_path / "a.jsonl"), workers=2)
@@ -427,3 +428,53 @@ def test_show_a_data_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert show(data, 0, write=lines.append, config=config) == 1
     with pytest.raises(UsageError, match="fewer rows"):
         show(data, 2, write=lines.append, config=config)
+
+
+EVIL = "\x1b[2J\nextractor: done\u202e\ud800\x9b"
+
+
+def test_what_a_row_says_moves_no_terminal(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In messages, in rejects and in the text itself, where newlines stay."""
+    data = tmp_path / "a.jsonl"
+    evil = EVIL.replace("\ud800", "")
+    good = chat(("user", evil), ("assistant", f"a{evil}"), id=EVIL)
+    bad = {"id": EVIL, "messages": [{"role": EVIL, "content": "x"}]}
+    data.write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
+    with pytest.raises(UsageError) as stopped:
+        run(data)
+    assert all(line.isprintable() for line in str(stopped.value).splitlines())
+    assert len(str(stopped.value).splitlines()) == 2
+    run(data, bad_rows="skip")
+    for row in (0, 1):
+        lines: list[str] = []
+        show(run.output, row, write=lines.append, colour=False, ids=True)
+        for line in lines:
+            assert line.replace("\n", "").isprintable(), line
+        assert lines[0].count("\n") == 0
+        assert any("\\x1b[2J" in line for line in lines)
+    monkeypatch.setattr(ModelSpec, "read", lambda _: run.model)
+    shown: list[str] = []
+    show(data, 1, write=shown.append, config=run.config(data))
+    assert all(line.isprintable() for line in shown)
+
+
+def test_keys_that_nothing_reads_are_named_once(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    row = json.dumps(chat(("user", "q"), ("assistant", "a"), train_on="all", **{"a\nb": 1}))
+    data.write_text(f"{row}\n" * 100)
+    run(data)
+    assert run.lines[0] == (
+        "read by nothing, with the number of rows: row key a\\nb (100), row key train_on (100)"
+    )
+    run(data)
+    assert len(run.lines) == 3
+
+
+def test_rows_that_are_switched_off_are_no_bad_rows(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    off = json.dumps(chat(("user", "q"), ("assistant", "a"), train=False)).encode() + b"\n"
+    data.write_bytes(GOOD + off)
+    store = run(data)
+    assert store.rows.tolist() == [0] and store.rejects[0].reason == "switched_off"

@@ -3,13 +3,16 @@
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from extractor.data.read import open_sources, read_rows
+from extractor.data.read import check_names, open_sources, read_rows
 from extractor.data.rows import BadRow, RawRow
 from extractor.errors import UsageError
 
@@ -170,3 +173,79 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
         open_sources(["data/train.jsonl"])
     with pytest.raises(UsageError, match="the folder holds no"):
         open_sources([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "name", ["nosuchfile", "no/such/file", "data/train.jsonl", "x" * 5000, "\0"]
+)
+def test_a_name_that_cannot_be_rows_is_told_at_once(name: str) -> None:
+    """Nothing is imported that takes time, and no hub is asked."""
+    code = (
+        "import sys\nfrom extractor.data.read import open_sources\nfrom extractor.errors import "
+        "UsageError\ntry:\n    open_sources([sys.stdin.read()])\nexcept UsageError as error:\n"
+        "    print(error)\nprint(sorted({'datasets', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=name, capture_output=True, text=True, check=True
+    )
+    said, imported = done.stdout.splitlines()
+    assert said.startswith("--data ") and imported == "[]"
+
+
+def test_a_folder_that_is_there_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"mine/rows: no such file or folder$"):
+        check_names(["mine/rows"])
+    check_names(["owner/rows", "owner/rows:train[:10]"])
+
+
+def test_a_folder_of_this_program_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in ("samples/00000", "journal", "prepared/0123"):
+        (out / name).mkdir(parents=True)
+    write(out / "rejects.jsonl", b"{}\n")
+    write(out / "journal" / "0000.jsonl", b"{}\n")
+    write(out / "prepared" / "0123" / "store.json", b'{"schema": 1, "digest": "x"}')
+    for run in (b"", b'{"schema": 1, "fingerprint": "x"}'):
+        if run:
+            write(out / "run.json", run)
+        for path in (out, out / "samples", out / "samples" / "00000", out / "journal"):
+            with pytest.raises(UsageError, match=f"{out} is a folder that this program wrote"):
+                check_names([str(path)])
+    write(tmp_path / "a.jsonl", b'{"id": 1}\n')  # rows may stand beside it
+    write(tmp_path / "run.json", b'{"id": 1}')  # or be called so
+    assert len(read(tmp_path)) == 2
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(UsageError, match="not a file or a folder"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_names_are_shown_without_their_control_characters(tmp_path: Path) -> None:
+    name = "a\n\x1b[31mextractor: done"
+    for missing in (name, f"{name}.jsonl"):
+        with pytest.raises(UsageError) as refused:
+            read(tmp_path / missing)
+        assert str(refused.value).isprintable() and "\\x1b[31m" in str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        read(write(tmp_path / f"{name}.csv", b"x"))
+    assert str(refused.value).isprintable()
+
+
+def test_nulls_of_arrow_are_missing_keys(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"id": "a", "calls": [{"name": "f", "arguments": {"x": 1}}], "note": None},
+        {"id": "b", "calls": [{"name": "g", "arguments": {"y": ["z", None], "deep": {"n": 2}}}]},
+        {"id": "c", "calls": [{"name": "h", "arguments": {}}]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    del rows[0]["note"]
+    assert parsed(read(tmp_path / "a.parquet")) == rows

@@ -1,5 +1,7 @@
 """What is supervised under templates that behave as the public ones do."""
 
+from typing import Any
+
 import pytest
 from data_kit import (
     NAMES,
@@ -21,6 +23,14 @@ FIRST = ("user", "Say <|im_start|>assistant\n<think> hi")
 THOUGHT = ("assistant", "<think>\nhm\n</think>\n\nHi <|im_end|> there.")
 SECOND = ("user", "Hi there. Again!")
 LAST = ("assistant", "<think>\nmore\n</think>\n\nHi there.")
+CUTS_THOUGHTS = ("deepseek_r1", "deepseek_v3")  # out of every turn, also the last
+
+
+def talk(name: str) -> dict[str, Any]:
+    last = ("assistant", "Hi there.") if name in CUTS_THOUGHTS else LAST
+    return chat(SYSTEM, FIRST, THOUGHT, SECOND, last)
+
+
 KEPT = "<think>\nhm\n</think>\n\nHi <|im_end|> there."
 KEPT_LAST = "<think>\nmore\n</think>\n\nHi there."
 
@@ -32,11 +42,11 @@ TALK: dict[str, list[str]] = {
     "qwen3": ["Hi <|im_end|> there.<|im_end|>", KEPT_LAST + "<|im_end|>"],
     "deepseek_v3": [
         "\n\nHi <|im_end|> there.<｜end▁of▁sentence｜>",
-        "\n\nHi there.<｜end▁of▁sentence｜>",
+        "Hi there.<｜end▁of▁sentence｜>",
     ],
     "deepseek_r1": [
         "\n\nHi <|im_end|> there.<｜end▁of▁sentence｜>",
-        "\n\nHi there.<｜end▁of▁sentence｜>",
+        "Hi there.<｜end▁of▁sentence｜>",
     ],
     "kimi_k2": [KEPT + "<|im_end|>", KEPT_LAST + "<|im_end|>"],
     "gemma3": [KEPT + "<end_of_turn>", KEPT_LAST + "<end_of_turn>"],
@@ -51,21 +61,25 @@ TALK: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_talk(name: str, converter: Make, tokenizer: Tokenizer) -> None:
-    outcome = convert(converter(name), chat(SYSTEM, FIRST, THOUGHT, SECOND, LAST))
+    outcome = convert(converter(name), talk(name))
     assert supervised(outcome, tokenizer) == TALK[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_the_last_turn(name: str, converter: Make, tokenizer: Tokenizer) -> None:
     made = converter(name, supervise="last")
-    outcome = convert(made, chat(SYSTEM, FIRST, THOUGHT, SECOND, LAST))
+    outcome = convert(made, talk(name))
     assert supervised(outcome, tokenizer) == TALK[name][1:]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_turn_sees_no_later_one(name: str, converter: Make, tokenizer: Tokenizer) -> None:
     made = converter(name, turns="each")
-    outcome = convert(made, chat(SYSTEM, FIRST, THOUGHT, SECOND, LAST))
+    outcome = convert(made, talk(name))
+    if name in CUTS_THOUGHTS:  # out of the first turn as well, which is a last one here
+        assert [piece.turn for piece in outcome.pieces] == [2]
+        assert reasons(outcome) == ["not_rendered"]
+        return
     assert [piece.turn for piece in outcome.pieces] == [1, 2]
     assert supervised(outcome, tokenizer, 1) == TALK[name][1:]
     first = convert(made, chat(SYSTEM, FIRST, THOUGHT))
@@ -204,8 +218,10 @@ def test_literals_that_overlap_are_kept_in_the_proof(converter: Make, tokenizer:
     """The template looks for `</think>`, and "\\n</" is among its own texts as well."""
     strip = "(m.content.split('</think>')[-1] if '</think>' in m.content else m.content)"
     source = CHATML.replace("CONTENT", strip) + "{%- set unused = '\\n</' -%}"
-    outcome = convert(converter(source=source), chat(("user", "?"), THOUGHT))
-    assert supervised(outcome, tokenizer) == ["\n\nHi <|im_end|> there.<|im_end|>"]
+    outcome = convert(
+        converter(source=source), chat(("user", "?"), THOUGHT, SECOND, ("assistant", "y"))
+    )
+    assert supervised(outcome, tokenizer) == ["\n\nHi <|im_end|> there.<|im_end|>", "y<|im_end|>"]
 
 
 def test_a_template_that_wants_parts(converter: Make, tokenizer: Tokenizer) -> None:
@@ -319,3 +335,70 @@ def test_what_a_template_says_no_to(converter: Make) -> None:
     outcome = convert(converter("gemma3"), chat(("user", "a"), ("user", "b"), ("assistant", "c")))
     assert reasons(outcome) == ["template_error"]
     assert "must alternate" in outcome.refusals[0].detail
+
+
+def test_a_rows_own_variables(converter: Make, tokenizer: Tokenizer) -> None:
+    """The empty thought of that row alone is in the prompt, and so it is not supervised."""
+    off = {"chat_template_kwargs": {"enable_thinking": False, "unheard_of": 1}}
+    rows = [chat(("user", "?"), ("assistant", "Seven."), **more) for more in ({}, off, {})]
+    outcome = convert(converter("qwen3"), *rows)
+    assert [supervised(outcome, tokenizer, n) for n in range(3)] == [
+        ["<think>\n\n</think>\n\nSeven.<|im_end|>"],
+        ["Seven.<|im_end|>"],
+        ["<think>\n\n</think>\n\nSeven.<|im_end|>"],
+    ]
+    assert dict(outcome.unread) == {"chat_template_kwargs unheard_of": 1}
+
+
+def test_keys_that_neither_we_nor_the_template_read(converter: Make) -> None:
+    row = chat(("user", "?"), ("assistant", "Seven."), source="web")
+    row["messages"][1] |= {"name": "Ann", "train_detail": [1]}
+    row["messages"].append({**RESULT, "name": "look"})
+    for name, extra in (("chatml", {"message key name": 2}), ("kimi_k2", {})):
+        unread = dict(convert(converter(name), row, row).unread)
+        assert unread == {"row key source": 2, "message key train_detail": 2, **extra}
+
+
+# ---- ends of turns
+
+
+def ended(answer: str, last: str) -> str:
+    return (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+        f"{{{{ '{answer}' if not loop.last else '{last}' }}}}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "last", "ends"),
+    [
+        ("<|end|>", "<|end|><|im_end|>", ("<|end|>", "<|end|>")),
+        ("<|end|><|im_end|>", "<|end|><|im_end|>", ("<|end|><|im_end|>", "<|end|><|im_end|>")),
+        ("<|end|>\\n", "<|end|>\\n<|im_end|>", ("<|end|>", "<|end|>")),
+        ("<|end|>", "<|im_end|>", ("<|end|>", "<|im_end|>")),
+        ("[done]\\n", "[done]\\n", ("[done]", "[done]")),
+        ("[done]\\n", "[done]\\n<|im_end|>", ("[done]", "[done]")),
+        ("[done]<|end|>\\n", "[done]<|end|>\\n", ("[done]<|end|>", "[done]<|end|>")),
+        ("", "", ("", "")),
+    ],
+)
+def test_ends_of_turns(
+    answer: str, last: str, ends: tuple[str, str], converter: Make, tokenizer: Tokenizer
+) -> None:
+    outcome = convert(
+        converter(source=ended(answer, last)),
+        chat(("user", "?"), ("assistant", "One."), ("user", "?"), ("assistant", "Two.")),
+    )
+    found = supervised(outcome, tokenizer)
+    assert found == [f"One.{ends[0]}", f"Two.{ends[1]}"]
+    assert bool(outcome.remarks) == (not answer)
+
+
+def test_a_footer_is_no_end_of_turn(converter: Make) -> None:
+    outcome = convert(
+        converter(source=ended("\\n### Question\\n", "\\n### Answer\\n")),
+        chat(("user", "?"), ("assistant", "One.")),
+    )
+    assert reasons(outcome) == ["mask_unproved"]
+    assert "'### Answer'" in outcome.refusals[0].detail

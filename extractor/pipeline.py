@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from extractor import run_file
 from extractor.config import ExtractConfig, parse
 from extractor.data.store import PreparedStore
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Backend, EngineOptions
 from extractor.errors import EXIT_AGAIN, UsageError, disk_error
-from extractor.journal import write_run
 from extractor.lead import Job, Lead, check_count, finish, hear_job, lead_and_tell, read_plan
 from extractor.memory import Budget
 from extractor.model import ModelSpec
@@ -140,7 +140,7 @@ def _stop_early(place: Place, world: World, watch: Watch, lead: Lead | None) -> 
         say(f"stopped by {watch.stop.asked} before the first batch: nothing is lost")
         code = EXIT_AGAIN
     else:
-        lead.run["replicas"] = drained
+        lead.run = run_file.replace(lead.run, replicas=tuple(drained))
         try:
             code = finish(lead, "stopped")
         except OSError as error:
@@ -191,9 +191,12 @@ def _work(
     if lead:
         lead.stages["load"] = loaded - mark
         lead.stages["self_check"] = checked - loaded
-        lead.run["self_check"] = asdict(proof) if proof else None
-        lead.run["engine"] = engine.info.details
-        write_run(lead.run_path, lead.run)
+        lead.run = run_file.replace(
+            lead.run,
+            self_check=asdict(proof) if proof else None,
+            engine=engine.info.details,
+        )
+        run_file.write(lead.run_path, lead.run)
     if writing is None:
         follow(engine, world, watch)
         watch.stop.drained()
@@ -216,7 +219,7 @@ def _work(
         return int(world.hear("answer", watch.check))
     results = [world.hear(f"done/{r}", watch.check) for r in range(place.replicas)]
     lead.stages["run"] = time.perf_counter() - mark
-    lead.run["replicas"] = results
+    lead.run = run_file.replace(lead.run, replicas=tuple(results))
     check_count(lead.plan, results)
     code = finish(lead, "stopped" if any(r["stopped"] for r in results) else "complete")
     world.tell("answer", code)

@@ -16,9 +16,10 @@ import torch
 import tyro
 from safetensors import safe_open
 
+from extractor import run_file
 from extractor.config import parse
 from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
-from extractor.journal import RUN, read_entries, read_run
+from extractor.journal import read_entries
 from extractor.model import local_path
 from extractor.reference import (
     FLOOR,
@@ -57,8 +58,8 @@ def verify(argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
     config = parse(VerifyConfig, argv, "extractor verify")
     paths = _choose(config)
-    run = _run_of(config.output)
-    model = local_path(config.model or run["model"]["path"])
+    run = run_file.find(config.output)
+    model = local_path(config.model or run.model.path)
     device = "cpu" if config.device == "auto" and not torch.cuda.is_available() else config.device
     stored = [_load(path) for path in paths]
     reference = Reference(model, device, config.trust_remote_code)
@@ -79,18 +80,6 @@ def verify(argv: Sequence[str]) -> int:
     print(f"{total - bad} of {total} states of {len(stored)} samples are right")  # noqa: T201
     sys.stdout.flush()
     return EXIT_FAILED if bad else EXIT_OK
-
-
-def _run_of(output: Path) -> dict[str, dict[str, str]]:
-    runs = [output / RUN, *sorted(output.glob("run-*.json"))]
-    for path in runs:
-        try:
-            run = read_run(path)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        if run is not None:
-            return run
-    raise UsageError(f"{output}: no run.json in it")
 
 
 def _choose(config: VerifyConfig) -> list[Path]:

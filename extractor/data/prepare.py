@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from extractor import run_file
 from extractor.config import DataConfig
 from extractor.data import digest as identity
 from extractor.data.choose import selected
@@ -147,7 +148,7 @@ def _refuse_other_run(
     output: Path, kept: Sequence[PreparedStore], parts: Mapping[str, str]
 ) -> None:
     """A folder with a run in it is not given the rows of another run."""
-    if not kept or not (output / "run.json").exists():
+    if not kept or not run_file.paths(output):
         return
     changes = min((changed_parts(store.parts, parts) for store in kept), key=len)
     raise UsageError(

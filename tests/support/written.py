@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from extractor import run_file
 from extractor.files import Durability
-from extractor.journal import JOURNAL, RUN, Journal, write_run
+from extractor.journal import JOURNAL, Journal
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.records import Batch, CapturedBatch, Sample
 from extractor.ring import HostRing
+from extractor.run_file import Run, RunModel
 from extractor.states import States
 from extractor.topk import IDS, LOGPROBS
 from extractor.transfer import Stager
@@ -135,16 +137,16 @@ def write_folder(
     writer.close()
     lines.close()
     dtype = str(layout.dtype).removeprefix("torch.")
-    run = {
-        "schema": 1,
-        "status": "complete",
-        "fingerprint": "0",
-        "parts": {"layers": ",".join(layout.stored), "layout": layout.name, "dtype": dtype},
-        "layers": list(layout.stored),
-        "dtype": dtype,
-        "layout": layout.name,
-        "model": {"path": "/models/tiny", "num_layers": NUM_LAYERS, "hidden_size": layout.hidden},
-    }
-    write_run(output / RUN, run)
+    run = Run(
+        status="complete",
+        fingerprint="0",
+        parts={"layers": ",".join(layout.stored), "layout": layout.name, "dtype": dtype},
+        layers=layout.stored,
+        dtype=dtype,
+        layout=layout.name,
+        topk_logits=layout.topk,
+        model=RunModel(path="/models/tiny", num_layers=NUM_LAYERS, hidden_size=layout.hidden),
+    )
+    run_file.write(output / run_file.RUN, run)
     layout.finish(output, (sample for sample in samples))
     return truths

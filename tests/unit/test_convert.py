@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from extractor.convert import convert
 from extractor.dataset import HiddenStates
 from extractor.errors import RunError, UsageError
+from extractor.journal import read_entries
 from extractor.layouts import LAYOUTS
 from tests.support.written import make_layout, make_samples, write_folder
 
@@ -24,6 +26,16 @@ def files(folder: Path) -> dict[str, bytes]:
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted((folder / "samples").rglob("*.safetensors"))
     }
+
+
+def journal_again(folder: Path, path: Path, row: int) -> None:
+    """A line for what the file holds now, as if a run had written it so."""
+    line = next(e for e in read_entries(folder) if e.row == row)
+    content = path.read_bytes()
+    value = {"row": row, "turn": 0, "id": line.id, "tokens": line.tokens, "bytes": len(content)}
+    value["xxh3"] = xxhash.xxh3_64(content).hexdigest()
+    with (folder / "journal" / "0000.jsonl").open("a") as journal:
+        journal.write(json.dumps(value) + "\n")
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -96,6 +108,7 @@ def test_numbers_without_a_place_in_the_dtype_are_rejected(tmp_path: Path):
     data = bytearray(path.read_bytes())
     data[-40:-38] = (0x7F7F).to_bytes(2, "little")  # bfloat16's largest, past float16's
     path.write_bytes(data)
+    journal_again(tmp_path / "out", path, row=2)
     argv = [str(tmp_path / "out"), str(tmp_path / "new"), "--dtype", "float16"]
     assert convert(argv) == 3
     assert len(HiddenStates(tmp_path / "new")) == len(samples) - 1

@@ -104,7 +104,8 @@ def check(argv: Sequence[str]) -> int:
         raise UsageError(f"--workers {config.workers}: wanted 1 or more")
     if config.repair:
         _facts(config.output)  # before anything is made in a folder that is not ours
-        FolderLock(config.output, say).rows(0, ALL_ROWS)
+        with writing():
+            FolderLock(config.output, say).rows(0, ALL_ROWS)
     findings = examine(config.output, deep=config.deep, workers=config.workers)
     if config.repair:
         repair(config.output, findings)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from extractor.errors import RunError, UsageError
 from extractor.printable import printable
-from extractor.regular import writing
 
 LOCK = ".lock"
 ALL_ROWS = 1 << 61
@@ -32,16 +31,14 @@ class FolderLock:
 
     def __init__(self, output: Path, warn: Callable[[str], None]) -> None:
         self._made = not output.exists()
-        with writing():
-            output.mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
         self._path, self._warn = output / LOCK, warn
         self._useless = False
         self._open()
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with writing():
-            self._descriptor = os.open(self._path, flags, 0o644)
+        self._descriptor = os.open(self._path, flags, 0o644)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             raise RunError(f"{printable(str(self._path))}: is no regular file: remove it")
 

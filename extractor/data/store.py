@@ -203,9 +203,11 @@ class PreparedStore:
             return cls(path, decode(read_regular(path / INFO), Info))
         except FileNotFoundError as error:
             file = printable(str(error.filename or path))
-            raise RunError(f"{file}: is not there, so the prepared store is not whole") from error
+            raise RunError(
+                f"{file}: is not there: not a prepared store, or not a whole one"
+            ) from error
         except ValueError as error:
-            text = printable(f"{path / INFO}: is not of a prepared store: {error}")
+            text = printable(f"{path / INFO}: not a prepared store: {error}")
             raise RunError(text) from error
 
     def __len__(self) -> int:

@@ -57,6 +57,8 @@ class HiddenStates(Dataset[Item]):
     here. Nothing is shifted: row t of a state belongs to input_ids[t]. What
     needs no computing is a view of the mapped file; writing to it stays in this process.
 
+    `run` is what run.json says, as a dictionary.
+
     Raises UsageError for a folder or a state that is not there, or one with links for folders inside;
     files may be links, as in a hub's cache. Making and reading it raise RunError for a file that cannot
     be read or is not as its journal line says.
@@ -73,10 +75,11 @@ class HiddenStates(Dataset[Item]):
         verify: bool = False,
     ) -> None:
         self.output = Path(output)
-        self.run = _read_run(self.output)
-        self.states = _choose(self.run.layers, states)
+        run = _read_run(self.output)
+        self.run = run_file.as_json(run)
+        self.states = _choose(run.layers, states)
         self.dtype, self.max_tokens, self.verify = dtype, max_tokens, verify
-        self.topk: int = self.run.topk_logits if topk else 0
+        self.topk: int = run.topk_logits if topk else 0
         self._lines: dict[tuple[int, int], list[Entry]] = {}
         self._ends: dict[str, int] = {}
         self._rows: npt.NDArray[np.int64] = np.zeros(0, np.int64)

@@ -30,6 +30,9 @@ _PREPARED = re.compile(r"prepared/[0-9A-Za-z][0-9A-Za-z._-]*")
 WHEN = "%Y-%m-%dT%H:%M:%S%z"
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]  # a clock may step back
+Amount = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+Point = tuple[Seconds, Amount, Amount, Seconds, Seconds, Seconds]  # progress.Timeline.FIELDS
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
@@ -72,9 +75,9 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         timeline: progress.Timeline's points, [points, 6].
     """
 
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     tokens: Count = 0
-    timeline: tuple[tuple[float, ...], ...] = ()
+    timeline: tuple[Point, ...] = ()
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +130,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     started_from: Count | None = None
     finished: str | None = None
     counts: dict[str, Count] | None = None
-    stages: dict[str, float] | None = None
+    stages: dict[str, Seconds] | None = None
     self_check: dict[str, Any] | None = None
     engine: dict[str, Any] | None = None
     replicas: tuple[dict[str, Any], ...] | None = None

@@ -30,7 +30,7 @@ from extractor.reference import (
     judge,
     judge_topk,
 )
-from extractor.store import sample_path
+from extractor.store import refuse_links, sample_path
 from extractor.topk import IDS, LOGPROBS
 
 PREFIX = "hidden_states."
@@ -57,6 +57,7 @@ class VerifyConfig:
 def verify(argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
     config = parse(VerifyConfig, argv, "extractor verify")
+    refuse_links(config.output)
     paths = _choose(config)
     run = run_file.find(config.output)
     model = local_path(config.model or run.model.path)

@@ -8,37 +8,43 @@ bad, so that the next start of the same command writes it again.
 import contextlib
 import json
 import os
+import re
+import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import torch
 import tyro
-import xxhash
 
+from extractor import run_file
 from extractor.config import parse
-from extractor.data.store import PreparedStore
 from extractor.errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
-from extractor.files import TEMPORARY
-from extractor.journal import JOURNAL, REJECTS, RUN, Entry, read_entries, read_run
+from extractor.files import TEMPORARY, made_for
+from extractor.folder import CONVERTED, Folder
+from extractor.journal import JOURNAL, REJECTS, Entry
 from extractor.layout import finite_rows
-from extractor.layouts import LAYOUTS, Layout, Numbering
+from extractor.layouts import Layout
+from extractor.layouts.base import Loaded
 from extractor.lock import ALL_ROWS, LOCK, FolderLock
+from extractor.printable import printable
 from extractor.progress import ProgressLine, say
-from extractor.store import DTYPE_NAMES, SAMPLES, VOCAB
+from extractor.reader import Damaged, hashed
+from extractor.records import Sample
+from extractor.regular import open_regular, reading, writing
+from extractor.store import PREPARED, VOCAB
 from extractor.values import AtLeastOne
 
 SHOWN = 10
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-SAMPLE_FOLDERS = (f"{SAMPLES}/", "hidden_states/")
-KNOWN = {JOURNAL, REJECTS, LOCK, "prepared", VOCAB}
-# Beside the files, the table that its reader opens.
-DATASET = {"dataset_info.json", "state.json", "token_freq.pt"}
+PAGE = "report.html"
+KNOWN = {JOURNAL, REJECTS, LOCK, PREPARED, VOCAB, CONVERTED, PAGE}
+# Beside the files, the table that speculators' reader opens, and its vocabularies.
+DATASET = re.compile(
+    r"dataset_info\.json|state\.json|token_freq\.pt|data-\d+-of-\d+\.arrow|(?:d2t|t2d)-\d+\.npy"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +75,9 @@ class Findings:
         bad: path to what is wrong with a file.
         unjournalled: files with a final name and no line: not counted as done.
         strays: what nobody should have put there, and temporary files of killed writers.
+        unreadable: places in the journals that hold no line; what they spoke of counts as not done.
         repaired: how many files were removed.
+        kept: strays that --repair leaves alone, since this program makes no such names.
     """
 
     samples: int = 0
@@ -80,48 +88,25 @@ class Findings:
     bad: dict[str, str] = field(default_factory=dict)
     unjournalled: list[str] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
     repaired: int = 0
+    kept: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
         return not (self.missing or self.bad or self.strays or self.unjournalled)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a run said of itself and its rows."""
-
-    run: dict[str, Any]
-    store: PreparedStore
-
-    @property
-    def native(self) -> bool:
-        return self.run["layout"] == "native"
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Raises KeyError for a run.json that lacks something."""
-        return LAYOUTS[self.run["layout"]](
-            stored=tuple(self.run["layers"]),
-            hidden=int(self.run["model"]["hidden_size"]),
-            dtype=getattr(torch, self.run["dtype"]),
-            model=Path(self.run["model"]["path"]).name,
-            numbering=Numbering(self.store.rows, self.store.turns),
-            topk=self.run.get("topk_logits", 0),
-        )
-
-    @cached_property
-    def root(self) -> str:
-        """The folder of all sample files, relative to the output folder."""
-        first = int(self.store.rows[0]), int(self.store.turns[0])
-        return self.layout.path(*first).partition("/")[0]
-
-
 def check(argv: Sequence[str]) -> int:
-    """The verb: returns the exit code. Raises UsageError for what is no folder of this program."""
+    """The verb: returns the exit code. Raises UsageError for what is no folder of this program, and
+    RunError for one that cannot be read."""
     config = parse(CheckConfig, argv, "extractor check")
+    if config.workers is not None and config.workers < 1:
+        raise UsageError(f"--workers {config.workers}: wanted 1 or more")
     if config.repair:
-        FolderLock(config.output, say).rows(0, ALL_ROWS)
+        _facts(config.output)  # before anything is made in a folder that is not ours
+        with writing():
+            FolderLock(config.output, say).rows(0, ALL_ROWS)
     findings = examine(config.output, deep=config.deep, workers=config.workers)
     if config.repair:
         repair(config.output, findings)
@@ -135,44 +120,89 @@ def check(argv: Sequence[str]) -> int:
 
 
 def examine(output: Path, *, deep: bool = False, workers: int | None = None) -> Findings:
-    """Look at a folder and change nothing. Raises UsageError when it is none of this program."""
-    facts = _facts(output)
-    threads = workers or 4 * len(os.sched_getaffinity(0))
-    findings = Findings(samples=len(facts.store.rows), rows_rejected=len(facts.store.rejects))
-    with ThreadPoolExecutor(threads) as pool:
-        sizes = _sizes(output, facts.root, pool, findings)
-        good = _by_journal(output, facts, sizes, findings)
-        if deep:
-            _read_all(output, facts, good, findings, pool)
-    _other_strays(output, facts, findings)
+    """Look at a folder and change nothing. Raises UsageError when it is none of this program, and
+    RunError when it cannot be read."""
+    with reading(output):
+        facts = _facts(output)
+        threads = workers or 4 * len(os.sched_getaffinity(0))
+        findings = Findings(samples=len(facts.numbering.rows), rows_rejected=_not_prepared(facts))
+        with ThreadPoolExecutor(threads) as pool:
+            sizes = _sizes(output, facts.layout.root, pool, findings)
+            good = _by_journal(output, facts, sizes, findings)
+            if deep:
+                _read_all(output, facts, good, findings, pool)
+        _other_strays(output, facts, findings)
     return findings
 
 
+def _not_prepared(facts: Folder) -> int:
+    """Rows that were rejected in preparation."""
+    if facts.store is not None:
+        return len(facts.store.rejects)
+    return (facts.run.counts or {}).get("rejected_in_preparation", 0)
+
+
+_facts = Folder.open
+
+
+# Removing -----------------------------------------------------------------------------------------
+
+
 def repair(output: Path, findings: Findings) -> None:
-    """Remove bad, unjournalled and stray files inside samples/; what else is strange, a person put
-    there, and it stays."""
-    for name in [*findings.bad, *findings.unjournalled, *findings.strays]:
-        ours = name.startswith(SAMPLE_FOLDERS) or name.endswith(TEMPORARY)
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-            if ours:
-                (output / name).unlink()
+    """Remove bad, unjournalled and stray files that have a name which this program gives a sample, or a
+    temporary file of its own; what else is strange, a person put there, and it stays.
+
+    No link is followed, at any level below the output folder, even one that appears meanwhile. Raises
+    RunError when a file cannot be removed."""
+    layout = _facts(output).layout
+    with writing(), _opened(output) as top:
+        for name in [*findings.bad, *findings.unjournalled, *findings.strays]:
+            if not is_ours(layout, name):
+                findings.kept.append(name)
+            elif _remove(top, name):
                 findings.repaired += 1
 
 
-def _facts(output: Path) -> Facts:
-    if not output.is_dir():
-        raise UsageError(f"{output}: not a folder")
-    for path in [output / RUN, *sorted(output.glob("run-*.json"))]:
+def is_ours(layout: Layout, name: str) -> bool:
+    """Whether this program makes files of this name, relative to the output folder: a sample of the
+    layout, or a temporary file of a sample or of what lies beside the samples."""
+    folder, _, base = name.rpartition("/")
+    inner = made_for(base)
+    if inner is None:
+        return layout.is_sample(name)
+    if not folder:
+        return inner in KNOWN or run_file.is_name(inner) or bool(DATASET.fullmatch(inner))
+    return layout.is_sample(f"{folder}/{inner}")
+
+
+@contextlib.contextmanager
+def _opened(folder: str | Path, inside: int | None = None) -> Generator[int]:
+    """A folder's descriptor; inside another folder it must not be a link."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    descriptor = os.open(folder, flags if inside is None else flags | os.O_NOFOLLOW, dir_fd=inside)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove(top: int, name: str) -> bool:
+    """Whether there was such a file, which is gone now; a folder of its name stays."""
+    *folders, base = name.split("/")
+    with contextlib.ExitStack() as stack:
+        where = top
         try:
-            run = read_run(path)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        if run is not None and run["fingerprint"]:
-            try:
-                return Facts(run, PreparedStore.open(output / run["prepared"]))
-            except RunError as error:
-                raise UsageError(f"{error}; run the same extract command again") from error
-    raise UsageError(f"{output}: no run.json, so nothing has been written there by this program")
+            for folder in folders:
+                where = stack.enter_context(_opened(folder, where))
+            if stat.S_ISDIR(os.stat(base, dir_fd=where, follow_symlinks=False).st_mode):
+                return False
+            os.unlink(base, dir_fd=where)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            error.filename = name
+            raise
+    return True
 
 
 # Names and sizes ----------------------------------------------------------------------------------
@@ -201,65 +231,54 @@ def _scan(output: Path, folder: str) -> tuple[dict[str, int], list[str], list[st
             if entry.is_dir(follow_symlinks=False):
                 folders.append(name)
             elif entry.is_file(follow_symlinks=False) and not entry.name.endswith(TEMPORARY):
-                sizes[name] = entry.stat(follow_symlinks=False).st_size
+                with contextlib.suppress(FileNotFoundError):  # a run that goes on has replaced it
+                    sizes[name] = entry.stat(follow_symlinks=False).st_size
             else:
                 strays.append(name)
     return sizes, strays, folders
 
 
-def _by_journal(
-    output: Path, facts: Facts, sizes: dict[str, int], findings: Findings
-) -> dict[str, tuple[int, Entry]]:
-    """Path to (index in the store, line) of the samples whose file has its line's size."""
-    store = facts.store
-    index = _index(store)
-    lines: dict[int, Entry] = {}
-    rejected: set[int] = set()
-    for entry in read_entries(output):
-        at = index.get((entry.row, entry.turn))
-        if at is None:
-            continue
-        if entry.reject is not None:
-            rejected.add(at)
-            continue
-        rejected.discard(at)
-        # Several journals may tell of a sample: the line that is true of the file counts.
-        if at not in lines or sizes.get(facts.layout.path(entry.row, entry.turn)) == entry.size:
-            lines[at] = entry
-    findings.rejected = len(rejected)
-    good: dict[str, tuple[int, Entry]] = {}
+Good = dict[str, tuple[int, list[Entry]]]
+
+
+def _by_journal(output: Path, facts: Folder, sizes: dict[str, int], findings: Findings) -> Good:
+    """Path to (index among the samples, lines) of those whose file has the size of such a line."""
+    ledger, layout, numbering = facts.ledger, facts.layout, facts.numbering
+    findings.unreadable = ledger.unreadable
+    good: Good = {}
     named: set[str] = set()
-    for at, (row, turn) in enumerate(zip(store.rows.tolist(), store.turns.tolist(), strict=True)):
-        path = facts.layout.path(row, turn)
-        named.add(path)
-        size, entry = sizes.get(path), lines.get(at)
-        if entry is not None and size == entry.size:
-            good[path] = (at, entry)
-        elif at in rejected:
-            named.discard(path)
+    pairs = zip(numbering.rows.tolist(), numbering.turns.tolist(), strict=True)
+    for at, (row, turn) in enumerate(pairs):
+        path = layout.path(row, turn)
+        size, last = sizes.get(path), ledger.finished.get((row, turn))
+        rejected = (row, turn) in ledger.rejected
+        findings.rejected += rejected
+        # Several journals may tell of a sample: the lines that are true of the file count.
+        lines = [] if last is None else ledger.lines_of(last)
+        alike = [line for line in lines if line.size == size]
+        if alike:
+            good[path] = (at, alike)
+        elif rejected:
+            continue
         elif size is None:
             findings.missing.append(f"{row}" if turn == 0 else f"{row}-{turn:02d}")
-        elif entry is None:
+        elif last is None:
             findings.unjournalled.append(path)
         else:
-            findings.bad[path] = f"has {size:,} bytes, its journal line says {entry.size:,}"
+            findings.bad[path] = f"has {size:,} bytes, its journal line says {last.size:,}"
+        named.add(path)
     findings.strays += sorted(set(sizes) - named)
     findings.written = len(good)
     return good
 
 
-def _index(store: PreparedStore) -> dict[tuple[int, int], int]:
-    pairs = zip(store.rows.tolist(), store.turns.tolist(), strict=True)
-    return {pair: at for at, pair in enumerate(pairs)}
-
-
-def _other_strays(output: Path, facts: Facts, findings: Findings) -> None:
-    known = {*KNOWN, facts.root, *(DATASET if facts.run["layout"] == "speculators" else ())}
+def _other_strays(output: Path, facts: Folder, findings: Findings) -> None:
+    known = {*KNOWN, facts.layout.root}
     for entry in os.scandir(output):
-        run = entry.name == RUN or (entry.name.startswith("run-") and entry.name.endswith(".json"))
-        if entry.is_symlink() or not (
-            run or entry.name in known or entry.name.endswith((".arrow", ".npy"))
-        ):
+        named = run_file.is_name(entry.name) or entry.name in known
+        if facts.layout.name == "speculators":
+            named = named or DATASET.fullmatch(entry.name) is not None
+        if entry.is_symlink() or not named:
             findings.strays.append(entry.name)
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(output / JOURNAL):
@@ -271,11 +290,7 @@ def _other_strays(output: Path, facts: Facts, findings: Findings) -> None:
 
 
 def _read_all(
-    output: Path,
-    facts: Facts,
-    good: dict[str, tuple[int, Entry]],
-    findings: Findings,
-    pool: ThreadPoolExecutor,
+    output: Path, facts: Folder, good: Good, findings: Findings, pool: ThreadPoolExecutor
 ) -> None:
     line = ProgressLine("checking", len(good), "file")
     try:
@@ -289,87 +304,39 @@ def _read_all(
         line.close()
 
 
-def _wrong_with(output: Path, facts: Facts, name: str, known: tuple[int, Entry]) -> str | None:
+def _wrong_with(
+    output: Path, facts: Folder, name: str, known: tuple[int, list[Entry]]
+) -> str | None:
     """The first thing wrong with a file's content, or None."""
-    at, entry = known
+    at, lines = known
+    path = output / name
+    sample = None if facts.store is None else facts.store.sample(at)
     try:
-        descriptor = os.open(output / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb") as handle:  # noqa: PTH123  (there is no Path of a descriptor)
-            content = handle.read()
-    except OSError as error:
-        return f"cannot be read: {error.strerror} (errno {error.errno})"
-    # The checksum last: a torn file is better told by what is missing from it.
-    if facts.native:
-        wrong = _wrong_tensors(memoryview(content), facts, at)
-    else:
-        wrong = _wrong_elsewhere(output / name, facts, at)
-    if wrong is None and xxhash.xxh3_64(content).hexdigest() != entry.xxh3:
-        return "its checksum is not the one in its journal line"
-    return wrong
-
-
-def _wrong_elsewhere(path: Path, facts: Facts, at: int) -> str | None:
-    """The same of another project's format, by the layout's own reader."""
-    try:
-        loaded = facts.layout.load(path)
+        # The checksum last: a torn file is better told by what is missing from it.
+        wrong = _wrong_content(facts.layout.load(path), sample, lines[0].tokens)
+        if wrong is not None:
+            return wrong
+        with open_regular(path) as handle:
+            digest = hashed(handle)
+    except Damaged as error:
+        return error.what
     except (RunError, OSError) as error:
         return str(error)
-    sample = facts.store.sample(at)
-    if not torch.equal(loaded.input_ids.long(), sample.input_ids):
-        return "input_ids are not the row's"
-    for key, value in loaded.states.items():
-        if not bool(torch.isfinite(value.float()).all()):
-            return f"{key} has a value that is not finite"
+    if all(line.xxh3 != digest for line in lines):
+        return "its checksum is not the one in its journal line"
     return None
 
 
-def _wrong_tensors(content: memoryview, facts: Facts, at: int) -> str | None:
-    try:
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(bytes(content[8 : 8 + length]))
-        metadata = header.pop("__metadata__")
-        wanted = dict(_wanted_tensors(facts, int(facts.store.lengths[at])))
-        if set(header) != set(wanted):
-            return f"holds {', '.join(sorted(header))}; wanted {', '.join(sorted(wanted))}"
-        end = 0
-        for key, value in header.items():
-            dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
-            if (dtype, shape) != wanted[key]:
-                return f"{key} is {dtype} {list(shape)}, wanted {wanted[key][0]} {wanted[key][1]}"
-            begin, stop = value["data_offsets"]
-            if begin != end or stop - begin != int(np.prod(shape)) * dtype.itemsize:
-                return f"{key} lies at {begin} to {stop}, which is not its place"
-            end = stop
-        if 8 + length + end != len(content):
-            return f"has {len(content):,} bytes, its header calls for {8 + length + end:,}"
-        if int(metadata["row"]) != int(facts.store.rows[at]):
-            return f"is row {metadata['row']}'s"
-        return _wrong_numbers(content[8 + length :], header, facts, at)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"has no readable header: {type(error).__name__} {error}"
-
-
-def _wanted_tensors(facts: Facts, tokens: int) -> Iterator[tuple[str, tuple[torch.dtype, Any]]]:
-    yield "input_ids", (torch.int64, (tokens,))
-    yield "loss_mask", (torch.uint8, (tokens,))
-    for plane in facts.layout.planes:
-        yield plane.key, (plane.dtype, plane.shape(tokens))
-
-
-def _wrong_numbers(data: memoryview, header: dict[str, Any], facts: Facts, at: int) -> str | None:
-    def tensor(key: str) -> torch.Tensor:
-        begin, end = header[key]["data_offsets"]
-        # A copy, since torch wants to be able to write.
-        flat = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8)
-        return flat.view(DTYPES[header[key]["dtype"]]).view(header[key]["shape"])
-
-    sample = facts.store.sample(at)
-    if not torch.equal(tensor("input_ids"), sample.input_ids):
-        return "input_ids are not the row's"
-    if not torch.equal(tensor("loss_mask"), sample.loss_mask):
-        return "loss_mask is not the row's"
-    for key in header:
-        value = tensor(key)
+def _wrong_content(loaded: Loaded, sample: Sample | None, tokens: int) -> str | None:
+    """Ids and mask are those of the row, where the folder has its rows, and all numbers are finite."""
+    if sample is not None:
+        if not torch.equal(loaded.input_ids, sample.input_ids):
+            return "input_ids are not the row's"
+        if not torch.equal(loaded.loss_mask, sample.loss_mask):
+            return "loss_mask is not the row's"
+    elif len(loaded.input_ids) != tokens:
+        return f"holds {len(loaded.input_ids):,} tokens, its journal line says {tokens:,}"
+    for key, value in loaded.states.items():
         if value.dtype.is_floating_point and not bool(finite_rows(value).all()):
             return f"{key} has a value that is not finite"
     return None
@@ -380,14 +347,18 @@ def _wrong_numbers(data: memoryview, header: dict[str, Any], facts: Facts, at: i
 
 def _lines(findings: Findings, output: Path) -> Iterator[str]:
     yield from _group("missing", findings.missing, str)
-    yield from _group("bad", list(findings.bad), lambda path: f"{path} {findings.bad[path]}")
-    yield from _group("without a journal line", findings.unjournalled, str)
-    yield from _group("not ours, or left by a killed run", findings.strays, str)
+    bad = findings.bad
+    yield from _group("bad", list(bad), lambda path: f"{printable(path)} {printable(bad[path])}")
+    yield from _group("without a journal line", findings.unjournalled, printable)
+    yield from _group("not ours, or left by a killed run", findings.strays, printable)
+    yield from _group("no journal line", findings.unreadable, str)
     if findings.repaired:
         yield f"removed {findings.repaired:,} files: run the same extract command again"
+    yield from _group("left alone, as this program makes no such name", findings.kept, printable)
     verdict = "complete" if findings.complete else "not complete"
     yield (
-        f"{output}: {verdict}: {findings.written:,} of {findings.samples:,} samples whole, "
+        f"{printable(str(output))}: {verdict}: "
+        f"{findings.written:,} of {findings.samples:,} samples whole, "
         f"{findings.rejected:,} rejected in the run, {findings.rows_rejected:,} in preparation, "
         f"{len(findings.missing):,} missing, {len(findings.bad):,} bad, "
         f"{len(findings.unjournalled) + len(findings.strays):,} strays"

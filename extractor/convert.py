@@ -9,27 +9,40 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import numpy as np
 import tyro
 
-from extractor import fingerprint
+from extractor import fingerprint, run_file
 from extractor.config import LayoutName, StoredDtype, parse
 from extractor.data.vocab import MAPPING, TokenCounts
-from extractor.errors import EXIT_OK, EXIT_REJECTS, RunError, UsageError
+from extractor.errors import EXIT_OK, EXIT_REJECTS, UsageError
 from extractor.files import write_whole
-from extractor.folder import Folder, counted, layout_of
-from extractor.journal import JOURNAL, REJECTS, RUN, Entry, Journal, find_done, read_run, write_run
+from extractor.folder import CONVERTED, Folder, layout_of, numbered
+from extractor.journal import (
+    JOURNAL,
+    Entry,
+    Journal,
+    find_done,
+    read_ledger,
+    read_rejects,
+    write_rejects,
+)
 from extractor.layout import encode, finite_rows
 from extractor.layouts import LAYOUTS, Layout
+from extractor.printable import printable
 from extractor.progress import ProgressLine, say
 from extractor.reader import map_sample
 from extractor.records import Reject, Sample
+from extractor.regular import read_regular, reading, writing
+from extractor.run_file import RUN, Origin, Run
 from extractor.states import FINAL, States
-from extractor.store import VOCAB, Blob
+from extractor.store import VOCAB, Blob, refuse_links
 from extractor.values import AtLeastOne
 
 NON_FINITE = "non_finite"
+SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +75,13 @@ def convert(argv: Sequence[str]) -> int:
         f"{len(source.entries):,} samples of {source.layout.name} to {target.name}: "
         f"states {', '.join(target.stored)}, {len(left):,} to do"
     )
-    if before is None:
-        write_run(config.output / RUN, run)
-    rejected = _write(config, source, target, left)
-    _finish(config, source, target, run)
+    for where in source.ledger.unreadable[:SHOWN]:
+        say(f"{where} of {source.path} is no journal line; a sample that it spoke of is left out")
+    with writing():
+        if before is None:
+            _begin(config, target, run)
+        rejected = _write(config, source, target, left)
+        _finish(config, source, target, run)
     say(f"complete: {len(source.entries) - rejected:,} samples; {config.output}")
     return EXIT_REJECTS if rejected else EXIT_OK
 
@@ -73,12 +89,14 @@ def convert(argv: Sequence[str]) -> int:
 def _target(config: ConvertConfig, source: Folder) -> Layout:
     """The layout to write. Raises UsageError when the folder lacks a state that it needs."""
     there = source.layout.captured
-    asked = States.resolve(config.layers or ",".join(there), FINAL in there, source.num_layers)
+    asked = States.resolve(
+        config.layers or ",".join(there), FINAL in there, source.run.model.num_layers
+    )
     stored = LAYOUTS[config.layout].stored_for(asked)
     for name in stored:
         if name not in there:
             raise UsageError(
-                f"--layout {config.layout} needs state {name}, and {source.folder} has "
+                f"--layout {config.layout} needs state {name}, and {source.path} has "
                 f"{', '.join(there)}: extract again with --layers {','.join((*there, name))}, or "
                 f"with --layout {config.layout} (docs/formats.md)"
             )
@@ -89,9 +107,9 @@ def _target(config: ConvertConfig, source: Folder) -> Layout:
     if topk and not LAYOUTS[config.layout].holds_topk:
         say(f"--layout {config.layout} does not keep the top-k logits")
         topk = 0
-    dtype = source.run["dtype"] if config.dtype == "auto" else config.dtype
-    numbering = counted(source.entries)
-    return layout_of(config.layout, stored, dtype, source.run["model"], numbering, topk)
+    dtype = source.run.dtype if config.dtype == "auto" else config.dtype
+    numbering = numbered(entry.key for entry in source.entries)
+    return layout_of(config.layout, stored, dtype, source.run.model, numbering, topk)
 
 
 def _parts(source: Folder, target: Layout) -> dict[str, str]:
@@ -101,37 +119,63 @@ def _parts(source: Folder, target: Layout) -> dict[str, str]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "layout": target.name,
     }
-    kept = {k: v for k, v in source.run["parts"].items() if k != "topk_logits" or target.topk}
+    kept = {k: v for k, v in source.run.parts.items() if k != "topk_logits" or target.topk}
     return {**kept, **changed}
 
 
-def _refuse_others(config: ConvertConfig, source: Folder, target: Layout) -> dict[str, Any] | None:
-    if config.output.resolve() == config.source.resolve():
-        raise UsageError(f"{config.output} is the source itself: choose a new folder")
-    before = read_run(config.output / RUN)
+def _refuse_others(config: ConvertConfig, source: Folder, target: Layout) -> Run | None:
+    """The record that convert left in the folder before, if it did. Raises UsageError for a folder that
+    holds something else."""
+    output, resolved = config.output, config.output.resolve()
+    if config.source.resolve() in (resolved, *resolved.parents):
+        raise UsageError(f"{output} is the source itself, or inside it: choose a new folder")
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file: choose a new folder")
+    refuse_links(output)
+    before = run_file.newest(output)
     if before is None:
-        if config.output.exists() and any(config.output.iterdir()):
-            raise UsageError(f"{config.output} is not empty and has no {RUN}: choose a new folder")
+        with reading(output):
+            if output.exists() and any(output.iterdir()):
+                raise UsageError(f"{output} is not empty and has no {RUN}: choose a new folder")
         return None
-    if changed := fingerprint.changes(before["parts"], _parts(source, target)):
-        raise UsageError(f"{config.output} holds something else; {'; '.join(changed)}")
+    if before.converted_from is None:
+        raise UsageError(f"{output} is what extract wrote: choose a new folder")
+    if changed := fingerprint.changes(before.parts, _parts(source, target)):
+        raise UsageError(f"{output} holds something else; {printable('; '.join(changed))}")
     return before
 
 
-def _describe(config: ConvertConfig, source: Folder, target: Layout) -> dict[str, Any]:
+def _describe(config: ConvertConfig, source: Folder, target: Layout) -> Run:
     parts = _parts(source, target)
-    kept = {key: value for key, value in source.run.items() if key != "prepared"}
-    return {
-        **kept,
-        "status": "running",
-        "fingerprint": fingerprint.digest(parts),
-        "parts": parts,
-        "layers": list(target.stored),
-        "dtype": parts["dtype"],
-        "layout": target.name,
-        "topk_logits": target.topk,
-        "converted_from": {"folder": str(config.source), "layout": source.layout.name},
+    there = source.run.counts or {}
+    counts = {
+        **there,
+        "samples": len(source.entries),
+        "written": 0,
+        "rejected_in_run": len(source.ledger.rejected),
     }
+    return run_file.replace(
+        source.run,
+        status="running",
+        error=None,
+        prepared=None,
+        fingerprint=fingerprint.digest(parts),
+        parts=parts,
+        layers=target.stored,
+        dtype=parts["dtype"],
+        layout=target.name,
+        topk_logits=target.topk,
+        counts=counts,
+        converted_from=Origin(folder=str(config.source), layout=source.layout.name),
+    )
+
+
+def _begin(config: ConvertConfig, target: Layout, run: Run) -> None:
+    """Write what the folder is to hold: the list of its samples, then the record that says so."""
+    assert target.numbering is not None
+    pairs = np.stack([target.numbering.rows, target.numbering.turns.astype(np.int64)], axis=1)
+    write_whole(config.output / CONVERTED, [pairs.astype("<i8").tobytes()], sync=True)
+    run_file.write(config.output / RUN, run)
 
 
 def _left(config: ConvertConfig, source: Folder, target: Layout) -> list[Entry]:
@@ -156,8 +200,6 @@ def _write(config: ConvertConfig, source: Folder, target: Layout, left: Sequence
             for count, written in pool.map(one, left):
                 tokens, rejected = tokens + count, rejected + (not written)
                 line.set(tokens)
-    except OSError as error:
-        raise RunError(f"cannot write {error.filename}: {error.strerror}") from error
     finally:
         line.close()
         journal.close()
@@ -167,7 +209,8 @@ def _write(config: ConvertConfig, source: Folder, target: Layout, left: Sequence
 def _convert_one(
     config: ConvertConfig, source: Folder, target: Layout, journal: Journal, entry: Entry
 ) -> bool:
-    sample, states = source.load(entry)
+    # The checksum first: a copy of corrupt bytes would get a checksum of its own.
+    sample, states = source.load(entry, verify=True)
     encoded = encode(target.planes, states)
     for plane in target.planes:
         good = finite_rows(encoded[plane.key])
@@ -185,7 +228,7 @@ def _convert_one(
                     detail=detail,
                 )
             )
-            say(f"rejected {source_name} ({entry.id}): {detail}")
+            say(f"rejected {source_name} ({printable(entry.id)}): {detail}")
             return False
     blobs = {key: Blob.of(value) for key, value in encoded.items()}
     path = config.output / target.path(entry.row, entry.turn)
@@ -193,26 +236,35 @@ def _convert_one(
     return True
 
 
-def _finish(config: ConvertConfig, source: Folder, target: Layout, run: dict[str, Any]) -> None:
+def _finish(config: ConvertConfig, source: Folder, target: Layout, run: Run) -> None:
     def samples() -> Iterator[Sample]:
         return (source.load(entry)[0] for entry in source.entries)
 
     target.finish(config.output, samples())
-    if (rejects := source.folder / REJECTS).is_file():
-        write_whole(config.output / REJECTS, [rejects.read_bytes()], sync=False)
+    _write_rejects(config, source)
     _write_vocabulary(config, source, target, samples())
-    write_run(config.output / RUN, {**run, "status": "complete"})
+    written = len(Folder.open(config.output).entries)
+    counts = {**(run.counts or {}), "written": written}
+    done = run_file.replace(run, status="complete", counts=counts)
+    run_file.write(config.output / RUN, done)
+
+
+def _write_rejects(config: ConvertConfig, source: Folder) -> None:
+    """The folder's own, and those of the conversion."""
+    own = read_ledger(config.output).rejected
+    write_rejects(config.output, [*read_rejects(source.path), *own.values()])
 
 
 def _write_vocabulary(
     config: ConvertConfig, source: Folder, target: Layout, samples: Iterator[Sample]
 ) -> None:
     """The folder's own vocab/, and a draft vocabulary also as the layout's project wants it."""
-    files = sorted((source.folder / VOCAB).glob("*.safetensors"))
+    files = sorted((source.path / VOCAB).glob("*.safetensors"))
     for file in files:
-        write_whole(config.output / VOCAB / file.name, [file.read_bytes()], sync=False)
-    if (mapping := source.folder / VOCAB / MAPPING) in files:
-        size = len(map_sample(mapping).tensors["d2t"])
-        counted = TokenCounts.of_samples(samples, int(source.run["model"]["vocab_size"]))
+        map_sample(file)  # one that is damaged is not copied
+        write_whole(config.output / VOCAB / file.name, [read_regular(file)], sync=False)
+    if (mapping := source.path / VOCAB / MAPPING) in files:
+        size = len(map_sample(mapping).tensor("d2t").flatten())
+        counted = TokenCounts.of_samples(samples, source.run.model.vocab_size)
         for name, parts in target.vocabulary(counted, size).items():
             write_whole(config.output / name, parts, sync=False)

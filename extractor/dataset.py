@@ -12,8 +12,8 @@ journals, reading an item maps one file, and a state that is not named is never 
 folder that is still being written: `refresh()` takes in what has been finished since.
 """
 
-import json
 import mmap
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from extractor import pages
+from extractor import pages, run_file
 from extractor.errors import UsageError
-from extractor.journal import RUN, read_entries
-from extractor.reader import map_sample, state_of
-from extractor.store import sample_path
+from extractor.journal import Entry, read_entries
+from extractor.printable import printable
+from extractor.reader import Damaged, MappedSample, check_bytes, map_sample, state_of
+from extractor.run_file import Run
+from extractor.store import refuse_links, sample_path
 from extractor.topk import IDS, LOGPROBS
 
 PREFIX = "hidden_states."
@@ -47,14 +49,19 @@ class HiddenStates(Dataset[Item]):
         dtype: of the states handed out; default: as stored (float8 is unscaled to bfloat16).
         max_tokens: hand out no more than the first so many tokens of a sample.
         topk: hand out the top-k logits of a folder that has them.
+        verify: read each file as a whole and compare its checksum with the journal's before its tensors
+            are handed out. It costs the reading of all states, of those too that are not named.
 
     An item is a dict: `input_ids` int64 [T], `loss_mask` uint8 [T], each state [T, width],
     `topk_logprobs` float32 and `topk_ids` int32 [T, K] if there are any, and `index`, its position
     here. Nothing is shifted: row t of a state belongs to input_ids[t]. What
     needs no computing is a view of the mapped file; writing to it stays in this process.
 
-    Raises UsageError for a folder or a state that is not there; reading raises RunError for a file
-    that is not as its journal line says.
+    `run` is what run.json says, as a dictionary.
+
+    Raises UsageError for a folder or a state that is not there, or one with links for folders inside;
+    files may be links, as in a hub's cache. Making and reading it raise RunError for a file that cannot
+    be read or is not as its journal line says.
     """
 
     def __init__(
@@ -65,13 +72,15 @@ class HiddenStates(Dataset[Item]):
         dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
         topk: bool = True,
+        verify: bool = False,
     ) -> None:
         self.output = Path(output)
-        self.run = _read_run(self.output)
-        stored = tuple(map(str, self.run["layers"]))
-        self.states = _choose(stored, states)
-        self.dtype, self.max_tokens = dtype, max_tokens
-        self.topk: int = self.run.get("topk_logits", 0) if topk else 0
+        run = _read_run(self.output)
+        self.run = run_file.as_json(run)
+        self.states = _choose(run.layers, states)
+        self.dtype, self.max_tokens, self.verify = dtype, max_tokens, verify
+        self.topk: int = run.topk_logits if topk else 0
+        self._lines: dict[tuple[int, int], list[Entry]] = {}
         self._ends: dict[str, int] = {}
         self._rows: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._turns: npt.NDArray[np.int16] = np.zeros(0, np.int16)
@@ -84,11 +93,14 @@ class HiddenStates(Dataset[Item]):
         """Take in the samples finished since; returns how many are new. They come after those known
         already, so that an index keeps its meaning."""
         fresh: dict[tuple[int, int], tuple[int, int]] = {}
-        for entry in read_entries(self.output, self._ends):
+        for entry in read_entries(self.output, self._ends, follow=True, unreadable=_warn):
             if entry.reject is None:
-                fresh[entry.row, entry.turn] = (entry.size, entry.tokens)
+                fresh[entry.key] = (entry.size, entry.tokens)
+                if self.verify:
+                    self._lines.setdefault(entry.key, []).append(entry)
         for key in [key for key in fresh if key in self._at]:  # written again after some damage
-            self._sizes[self._at[key]] = fresh.pop(key)[0]
+            at = self._at[key]
+            self._sizes[at], self._tokens[at] = fresh.pop(key)
         ordered = sorted(fresh)
         begin = len(self._rows)
         self._at.update({key: begin + i for i, key in enumerate(ordered)})
@@ -135,30 +147,48 @@ class HiddenStates(Dataset[Item]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} of {len(self)} samples")
         index %= len(self)
-        sample = map_sample(self.path(index), int(self._sizes[index]))
+        sample = self._sample(index)
         keep = slice(self.max_tokens)
-        item: Item = {name: sample.tensors[name][keep] for name in ("input_ids", "loss_mask")}
+        item: Item = {name: sample.tensor(name)[keep] for name in ("input_ids", "loss_mask")}
         for key, names in self.states.items():
             parts = [state_of(sample, PREFIX + name, self.dtype)[keep] for name in names]
             item[key] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        item |= {key: sample.tensors[key][keep] for key in (LOGPROBS, IDS) if self.topk}
+        item |= {key: sample.tensor(key)[keep] for key in (LOGPROBS, IDS) if self.topk}
         item["index"] = index
         return item
 
+    def _sample(self, index: int) -> MappedSample:
+        """Its file, mapped, with as many tokens everywhere as the journal says. Raises RunError."""
+        path = self.path(index)
+        if self.verify:
+            key = int(self._rows[index]), int(self._turns[index])
+            check_bytes(path, self._lines[key][::-1], follow=True)
+        sample = map_sample(path, None if self.verify else int(self._sizes[index]), follow=True)
+        names = ["input_ids", "loss_mask", *(LOGPROBS, IDS)[: 2 * bool(self.topk)]]
+        names += [f"{PREFIX}{name}" for names in self.states.values() for name in names]
+        tokens = int(self._tokens[index])
+        for name in names:
+            shape = tuple(sample.tensor(name).shape)
+            if shape[:1] != (tokens,):
+                what = f"{name} is {list(shape)}, and the journal says {tokens:,} tokens"
+                raise Damaged(path, what)
+        return sample
 
-def _read_run(output: Path) -> dict[str, Any]:
-    runs = sorted(output.glob("run*.json"))  # run.json, or one a part of a job array
-    if not runs:
-        raise UsageError(f"{output}: no {RUN} there, so it is not a folder that extract wrote")
-    run: dict[str, Any] = json.loads(runs[0].read_text())
-    if "layers" not in run:
-        raise UsageError(f"{output}: its run stopped before it had anything to write")
-    if run.get("layout", "native") != "native":
+
+def _read_run(output: Path) -> Run:
+    refuse_links(output)
+    run = run_file.find(output, follow=True)
+    if run.layout != "native":
         raise UsageError(
-            f"{output} is in the layout of {run['layout']}: read it with that project, or turn it "
-            f"back with: extractor convert {output} NEW --layout native"
+            f"{output} is in the layout of {printable(run.layout)}: read it with that project, or "
+            f"turn it back with: extractor convert {output} NEW --layout native"
         )
     return run
+
+
+def _warn(journal: Path, at: int) -> None:
+    text = f"{journal}: no journal line at byte {at:,}; a sample that it spoke of is left out"
+    warnings.warn(printable(text), stacklevel=4)
 
 
 def _choose(

@@ -6,6 +6,7 @@ Nothing but the standard library and a hash is imported: a writer process starts
 import contextlib
 import itertools
 import os
+import re
 import secrets
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ Durability = Literal["none", "file", "group"]
 # go: names of temporary files must differ between all of them.
 _PROCESS = secrets.token_hex(4)
 _COUNTER = itertools.count()
+_MADE = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]{{8,}}(?:-[0-9a-f]+)?{re.escape(TEMPORARY)}")
 
 
 class Written(NamedTuple):
@@ -146,6 +148,13 @@ def _named(error: OSError, path: str | Path) -> OSError:
     """The same error, saying which file of the user's it is about, not which temporary name."""
     error.filename, error.filename2 = str(path), None
     return error
+
+
+def made_for(name: str) -> str | None:
+    """The file that a temporary file of this name was to become, or None when write_pending makes no
+    such name."""
+    found = _MADE.fullmatch(name)
+    return found["name"] if found else None
 
 
 def sweep_temporaries(folder: Path, names: Container[str]) -> int:

@@ -3,13 +3,13 @@ reason. World size, batch budget, paths and threads are not in it: they may chan
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import xxhash
 
 from extractor.config import ExtractConfig, key_value
 from extractor.layouts import Layout
 from extractor.model import ModelSpec
+from extractor.run_file import Run
 
 COMPUTED_IN = "computed in"
 SGLANG = "sglang "
@@ -49,7 +49,7 @@ def parts(
 
 
 def parts_of_run(
-    run: Mapping[str, Any],
+    run: Run,
     now: Mapping[str, str],
     spell: Callable[[dict[str, str]], Mapping[str, str]],
 ) -> dict[str, str]:
@@ -57,12 +57,12 @@ def parts_of_run(
     has these from what else it says of itself; what it does not say is taken to be as now.
 
     spell: --sglang fields, as text, to those that can change a number."""
-    then = dict(run["parts"])
+    then = dict(run.parts)
     if COMPUTED_IN in then:
         return then
-    given = (run.get("config") or {}).get("sglang") or ()
+    given = (run.config or {}).get("sglang") or ()
     then |= _named(spell(dict(key_value(item, "--sglang") for item in given)))
-    computed = (run.get("engine") or {}).get("compute_dtype") or now.get(COMPUTED_IN)
+    computed = (run.engine or {}).get("compute_dtype") or now.get(COMPUTED_IN)
     unsaid = {COMPUTED_IN: computed, QUANTIZATION: now.get(QUANTIZATION)}
     return then | {name: value for name, value in unsaid.items() if value}
 

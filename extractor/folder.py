@@ -1,66 +1,115 @@
 """An output folder as a whole: whether it is ours, what its run.json and journals say, and its
 samples in any layout."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from extractor import run_file
 from extractor.data.store import PreparedStore
-from extractor.errors import UsageError
+from extractor.errors import RunError, UsageError
 from extractor.files import TEMPORARY
-from extractor.journal import REJECTS, RUN, Entry, read_entries, read_run
+from extractor.journal import REJECTS, Entry, Ledger, read_ledger
+from extractor.layout import DTYPES
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.lock import LOCK
+from extractor.printable import printable
+from extractor.reader import check_bytes
 from extractor.records import Sample
+from extractor.regular import read_regular
+from extractor.run_file import Run, RunModel
 from extractor.store import PREPARED, VOCAB, refuse_links
 
+CONVERTED = (
+    "converted.i64"  # of a folder that convert wrote: (row, turn) of its samples, int64 [N, 2]
+)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Folder:
     """An output folder, to read from, in whatever layout it is.
 
     Attributes:
-        folder: where it is.
-        run: its run.json.
-        entries: the last journal line of each sample, in (row, turn) order.
-        layout: as it was written.
-        num_layers: of the model.
+        path: where it is.
+        run: the record that answers for it (run_file.newest).
+        store: its prepared rows; None in a folder that convert wrote.
     """
 
-    folder: Path
-    run: dict[str, Any]
-    entries: list[Entry]
-    layout: Layout
-    num_layers: int
+    path: Path
+    run: Run
+    store: PreparedStore | None = field(repr=False)
 
     @classmethod
-    def open(cls, folder: Path) -> "Folder":
-        """Raises UsageError for a folder that is not one of ours."""
-        runs = sorted(folder.glob("run*.json"))
-        if not runs:
-            raise UsageError(f"{folder}: no {RUN} there, so it is not a folder that extract wrote")
-        run = read_run(runs[0])
-        if run is None or "layers" not in run:
-            raise UsageError(f"{folder}: its run stopped before it had anything to write")
-        entries = _finished(folder)
-        layout = layout_of(
-            run.get("layout", "native"),
-            tuple(run["layers"]),
-            run["dtype"],
-            run["model"],
-            _numbering(folder, run, entries),
-            run.get("topk_logits", 0),
-        )
-        return cls(folder, run, entries, layout, int(run["model"]["num_layers"]))
+    def open(cls, path: Path) -> "Folder":
+        """Raises UsageError for a folder that is not one of ours, has links inside, or whose run.json
+        or prepared rows are damaged."""
+        refuse_links(path)
+        run = run_file.find(path)
+        try:
+            store = PreparedStore.open(path / run.prepared) if run.prepared else None
+        except RunError as error:
+            raise UsageError(f"{error}; run the same extract command again") from error
+        return cls(path, run, store)
 
-    def load(self, entry: Entry) -> tuple[Sample, dict[str, torch.Tensor]]:
-        """Raises RunError when the file is not as its journal line says."""
-        path = self.folder / self.layout.path(entry.row, entry.turn)
-        loaded = self.layout.load(path, entry.size)
+    @cached_property
+    def ledger(self) -> Ledger:
+        return read_ledger(self.path)
+
+    @property
+    def numbering(self) -> Numbering:
+        """Of all samples that the folder has or is to have, in (row, turn) order."""
+        return self._counted if self.store is None else Numbering(self.store.rows, self.store.turns)
+
+    @cached_property
+    def _counted(self) -> Numbering:
+        pairs = read_converted(self.path)
+        if pairs is None:  # as it was before convert wrote this file
+            ledger = self.ledger
+            known = sorted({*ledger.finished, *ledger.rejected})
+            return numbered(known)
+        return Numbering(pairs[:, 0], pairs[:, 1].astype(np.int16))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Raises UsageError for one that this program does not know."""
+        run = self.run
+        return layout_of(
+            run.layout, run.layers, run.dtype, run.model, self.numbering, run.topk_logits
+        )
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The last journal line of each finished sample, in (row, turn) order; lines of samples that
+        the folder is not to have are passed over."""
+        finished, numbering = self.ledger.finished, self.numbering
+        pairs = zip(numbering.rows.tolist(), numbering.turns.tolist(), strict=True)
+        return [finished[pair] for pair in pairs if pair in finished]
+
+    def file(self, entry: Entry) -> Path:
+        return self.path / self.layout.path(entry.row, entry.turn)
+
+    def load(self, entry: Entry, *, verify: bool = False) -> tuple[Sample, dict[str, torch.Tensor]]:
+        """A sample and its states by name, [T, H].
+
+        Args:
+            verify: read the whole file first and compare its checksum with the journal's.
+
+        Raises RunError when the file is not as its journal line says."""
+        path = self.file(entry)
+        lines = self.ledger.lines_of(entry)
+        if verify:
+            check_bytes(path, lines)
+        loaded = self.layout.load(path, None if verify else entry.size)
+        if len(loaded.input_ids) != entry.tokens:
+            raise RunError(
+                f"{printable(str(path))}: holds {len(loaded.input_ids):,} tokens, and the journal "
+                f"says {entry.tokens:,}"
+            )
         sample = Sample(
             row=entry.row,
             turn=entry.turn,
@@ -72,48 +121,58 @@ class Folder:
         return sample, dict(loaded.states)
 
 
-def _finished(folder: Path) -> list[Entry]:
-    entries: dict[tuple[int, int], Entry] = {}
-    for entry in read_entries(folder):
-        if entry.reject is None:
-            entries[entry.row, entry.turn] = entry
-    return [entries[key] for key in sorted(entries)]
+def numbered(pairs: Iterable[tuple[int, int]]) -> Numbering:
+    """Of these (row, turn), which are in order."""
+    both = np.array(list(pairs), np.int64).reshape(-1, 2)
+    return Numbering(both[:, 0], both[:, 1].astype(np.int16))
 
 
-def _numbering(folder: Path, run: dict[str, Any], entries: Sequence[Entry]) -> Numbering:
-    """How the folder's own files were counted: by the prepared store of a run, or, in a folder that
-    convert wrote, by its samples."""
-    prepared = run.get("prepared")
-    if prepared and (folder / prepared).is_dir():
-        store = PreparedStore.open(folder / prepared)
-        return Numbering(store.rows, store.turns)
-    return counted(entries)
-
-
-def counted(entries: Sequence[Entry]) -> Numbering:
-    rows = np.array([entry.row for entry in entries], np.int64)
-    return Numbering(rows, np.array([entry.turn for entry in entries], np.int16))
+def read_converted(output: Path) -> npt.NDArray[np.int64] | None:
+    """The samples that convert was to write, int64 [N, 2] of (row, turn) in order, or None where it did
+    not say. Raises RunError for a file that is none of convert's."""
+    path = output / CONVERTED
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:
+        return None
+    if len(data) % 16:
+        raise RunError(
+            f"{printable(str(path))}: has {len(data):,} bytes; wanted 16 for each sample"
+        )
+    pairs = np.frombuffer(data, "<i8").reshape(-1, 2)
+    rows, turns = pairs[:, 0], pairs[:, 1]
+    keys = (rows << 15) + turns
+    good = ((rows >= 0) & (rows < 1 << 47) & (turns >= 0) & (turns < 1 << 15)).all()
+    if not good or not (np.diff(keys) > 0).all():
+        raise RunError(f"{printable(str(path))}: is not a list of rows and turns in order")
+    return pairs
 
 
 def layout_of(
     name: str,
     stored: tuple[str, ...],
     dtype: str,
-    model: dict[str, Any],
+    model: RunModel,
     numbering: Numbering,
     topk: int = 0,
 ) -> Layout:
+    """Raises UsageError for a name that is no layout's."""
+    if name not in LAYOUTS:
+        raise UsageError(
+            f"layout {printable(repr(name))}: this program has {', '.join(LAYOUTS)}; the folder "
+            "is damaged, or of a newer version"
+        )
     return LAYOUTS[name](
         stored=stored,
-        hidden=int(model["hidden_size"]),
-        dtype=getattr(torch, dtype),
-        model=Path(model["path"]).name,
+        hidden=model.hidden_size,
+        dtype=DTYPES[dtype],
+        model=Path(model.path).name,
         numbering=numbering,
         topk=topk,
     )
 
 
-def check_output(output: Path) -> dict[str, Any] | None:
+def check_output(output: Path) -> Run | None:
     """What an earlier run wrote about itself there, or None for a new or empty folder.
 
     Raises UsageError for a folder that is somebody else's or holds links to other places."""
@@ -122,19 +181,18 @@ def check_output(output: Path) -> dict[str, Any] | None:
     if not output.exists():
         return None
     refuse_links(output)
-    names = {entry.name for entry in output.iterdir()}
-    runs = sorted(name for name in names if name == RUN or name.startswith("run-"))
     try:
-        for before in (read_run(output / name) for name in runs):
-            if before is not None and before["fingerprint"]:
-                return before
-    except ValueError as error:
-        raise UsageError(f"--output {output}: {error}") from error
-    strangers = names - {PREPARED, VOCAB, REJECTS, LOCK, *runs}
+        before = run_file.newest(output)
+    except UsageError as error:
+        raise UsageError(f"--output {error}") from error
+    if before is not None:
+        return before
+    names = {entry.name for entry in output.iterdir() if not run_file.is_name(entry.name)}
+    strangers = names - {PREPARED, VOCAB, REJECTS, LOCK}
     strangers = {name for name in strangers if not name.endswith(TEMPORARY)}
     if strangers:
         raise UsageError(
-            f"--output {output}: holds {sorted(strangers)[0]!r} and no run.json, so it is not a "
-            "folder of this program: choose a new one"
+            f"--output {output}: holds {printable(sorted(strangers)[0])!r} and no run.json, so it is "
+            "not a folder of this program: choose a new one"
         )
     return None

@@ -1,4 +1,4 @@
-"""What has been done, on disk: a line a finished sample, and run.json beside it.
+"""What has been done, on disk: a line for each finished sample.
 
 A journal belongs to one writer and only grows. A line is appended after its file has its final name,
 so a line without a whole file means that somebody damaged the folder, and a file without a line is
@@ -8,7 +8,6 @@ of any of them that matches the file on disk counts.
 
 import errno
 import fcntl
-import json
 import os
 import threading
 import time
@@ -25,12 +24,14 @@ import numpy.typing as npt
 
 from extractor.errors import RunError
 from extractor.files import Written, write_whole
+from extractor.printable import printable
 from extractor.records import Reject, Sample
-from extractor.store import compact_json, json_line, sample_path, write_json
+from extractor.regular import cannot_read, open_regular, reading
+from extractor.store import compact_json, json_line, sample_path
+from extractor.strict import decode
 
 JOURNAL = "journal"
 REJECTS = "rejects.jsonl"
-RUN = "run.json"
 STAT_THREADS, STATS_AT_A_TIME = 16, 1000
 LOCAL_STAT_SECONDS = 50e-6  # a filesystem that takes longer to answer is asked by several threads
 LAST_WRITER_SECONDS = 120.0  # longer than an NFS server keeps the locks of a client that is gone
@@ -44,8 +45,18 @@ class Entry(msgspec.Struct, frozen=True, rename={"size": "bytes"}):
     size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
     xxh3: str = ""
     reject: Reject | None = None
-    tokens: int = 0
+    tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     id: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a reject of another sample than the line's."""
+        if self.reject is not None and (self.reject.row, self.reject.turn) != self.key:
+            raise ValueError("the reject is of another row")
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(row, turn)."""
+        return self.row, self.turn
 
 
 class Journal:
@@ -58,7 +69,7 @@ class Journal:
 
     def __init__(self, path: Path, sync: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._path, self._sync = path, sync
         self._descriptor = os.open(path, flags, 0o644)
         self._lock = threading.Lock()
@@ -148,25 +159,96 @@ def _drop_cut_line(descriptor: int) -> None:
         os.ftruncate(descriptor, end)
 
 
-def read_entries(output: Path, ends: dict[str, int] | None = None) -> Iterator[Entry]:
+def read_entries(
+    output: Path,
+    ends: dict[str, int] | None = None,
+    *,
+    follow: bool = False,
+    unreadable: Callable[[Path, int], None] | None = None,
+) -> Iterator[Entry]:
     """Every line of every journal, in order of file name and line; lines cut by a crash, if only of
     their newline, are passed over, since what they spoke of is not done.
 
-    ends: how far each journal has been read; reading starts there and moves it on, so that whoever
-    watches a growing folder sees each line once."""
-    for path in sorted((output / JOURNAL).glob("*.jsonl")):
-        with path.open("rb") as handle:
-            if ends is not None:
-                handle.seek(ends.get(path.name, 0))
+    Args:
+        ends: how far each journal has been read; reading starts there and moves it on, so that whoever
+            watches a growing folder sees each line once.
+        follow: let a journal be a link.
+        unreadable: hears of each line that is none of a journal's: its file, and the byte where it
+            begins. What such a line spoke of is not done either.
+
+    Raises RunError for a journal that is no regular file or cannot be read."""
+    for path in journals(output):
+        try:
+            handle = open_regular(path, follow=follow)
+        except FileNotFoundError:
+            continue
+        with handle, reading(path):
+            at = ends.get(path.name, 0) if ends is not None else 0
+            handle.seek(at)
             for line in handle:
                 # Not even when it reads as a whole one: the next writer of this journal drops it.
                 if not line.endswith(b"\n"):
                     break
-                if ends is not None:
-                    ends[path.name] = ends.get(path.name, 0) + len(line)
                 entry = _read_line(line)
+                if entry is None and unreadable is not None:
+                    unreadable(path, at)
+                at += len(line)
+                if ends is not None:
+                    ends[path.name] = at
                 if entry is not None:
                     yield entry
+
+
+def journals(output: Path) -> list[Path]:
+    """The files of a folder's journals, in order of their names."""
+    folder = output / JOURNAL
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise cannot_read(folder, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What all journals say together.
+
+    Attributes:
+        finished: (row, turn) to its last line.
+        others: earlier lines of the same sample that tell another size or checksum.
+        rejected: samples that a run left out, and that no later line finishes.
+        unreadable: lines that are none of a journal's: "journal/0000.jsonl, byte 120".
+    """
+
+    finished: dict[tuple[int, int], Entry]
+    others: dict[tuple[int, int], list[Entry]]
+    rejected: dict[tuple[int, int], Reject]
+    unreadable: list[str]
+
+    def lines_of(self, entry: Entry) -> list[Entry]:
+        """All lines of its sample, any of which may be the true one; the last one first."""
+        return [self.finished[entry.key], *self.others.get(entry.key, ())]
+
+
+def read_ledger(output: Path) -> Ledger:
+    """Raises what read_entries raises."""
+    bad: list[str] = []
+
+    def unreadable(path: Path, at: int) -> None:
+        bad.append(f"{JOURNAL}/{printable(path.name)}, byte {at:,}")
+
+    ledger = Ledger({}, {}, {}, bad)
+    for entry in read_entries(output, unreadable=unreadable):
+        if entry.reject is not None:
+            ledger.rejected[entry.key] = entry.reject
+            continue
+        ledger.rejected.pop(entry.key, None)
+        before = ledger.finished.get(entry.key)
+        if before is not None and (before.size, before.xxh3) != (entry.size, entry.xxh3):
+            ledger.others.setdefault(entry.key, []).append(before)
+        ledger.finished[entry.key] = entry
+    return ledger
 
 
 _decode = msgspec.json.Decoder(Entry).decode
@@ -176,10 +258,10 @@ def _read_line(line: bytes) -> Entry | None:
     """None for a line that is none of ours."""
     try:
         return _decode(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:  # half a surrogate pair in an id, which msgspec's own reader refuses
-        return msgspec.convert(json.loads(line), Entry)
+        return decode(line, Entry)
     except ValueError:
         return None
 
@@ -307,16 +389,18 @@ def write_rejects(output: Path, rejects: Iterable[Reject]) -> None:
     write_whole(output / REJECTS, [data], sync=False)
 
 
-def read_run(path: Path) -> dict[str, Any] | None:
-    """A run.json, or None when there is none. Raises ValueError when it is not one."""
+def read_rejects(output: Path) -> Iterator[Reject]:
+    """The lines of rejects.jsonl; none where there is no such file. Raises RunError, with the line, for
+    one that is none of ours."""
+    path = output / REJECTS
     try:
-        value: Any = json.loads(path.read_text())
+        handle = open_regular(path)
     except FileNotFoundError:
-        return None
-    if not isinstance(value, dict) or "fingerprint" not in value:
-        raise ValueError(f"{path} is not a run.json of this program")
-    return value
-
-
-def write_run(path: Path, run: dict[str, Any]) -> None:
-    write_json(path, run)
+        return
+    with handle, reading(path):
+        for number, line in enumerate(handle, 1):
+            try:
+                yield decode(line, Reject)
+            except ValueError as error:
+                text = f"{path}: line {number:,} is no reject: {error}"
+                raise RunError(printable(text)) from error

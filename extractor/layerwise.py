@@ -11,7 +11,7 @@ layer proof at the start of a run.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -93,9 +93,9 @@ class LayerByLayer:
         """Fill and run parts on this device from here on."""
         self.device = torch.device(device)
         for module in self._model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    module._buffers[name] = buffer.to(self.device)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if not buffer.is_meta:
+                    setattr(module, name, buffer.to(self.device))
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -131,7 +131,7 @@ class LayerByLayer:
         return 4 * sum(p.numel() for p in self.layers[k].parameters())
 
     @contextmanager
-    def filled(self, *parts: str) -> Iterator[None]:
+    def filled(self, *parts: str) -> Generator[None]:
         """Within it, these parts of the decoder have their weights, in float32. A part is `layers.K`,
         or `rest` for all that lies outside the layers but the embedding, or `embed`, or `head`.
 
@@ -154,8 +154,8 @@ class LayerByLayer:
         ]
         for name in self._full:
             owner, _, key = name.rpartition(".")
-            parameter = self._model.get_submodule(owner)._parameters.get(key)
-            if parameter is not None and not any(part in name for part in kept):
+            parameter = getattr(self._model.get_submodule(owner), key)
+            if isinstance(parameter, nn.Parameter) and not any(part in name for part in kept):
                 parameter.data = parameter.data.to(dtype)
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ class LayerByLayer:
         wrap: Callable[[Any], Any],
         state: torch.Tensor | None,
         last: int,
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         def passing(k: int) -> Callable[..., Any]:
             def forward(*given: Any, **named: Any) -> Any:
                 hidden = given[0] if given else named["hidden_states"]
@@ -241,7 +241,7 @@ class LayerByLayer:
                 layer.forward = real
 
     @contextmanager
-    def _embedding_as(self, state: torch.Tensor | None) -> Iterator[None]:
+    def _embedding_as(self, state: torch.Tensor | None) -> Generator[None]:
         """With a state to go on from, the embedding need not be filled: zeros of its shape come."""
         if state is None:
             yield
@@ -393,7 +393,7 @@ class _Loader:
 
     def __init__(self, model: Any, sources: Sequence[Source]) -> None:
         self._model = model
-        self._rules = get_model_conversion_mapping(model, None, None) or []
+        self._rules: Any = get_model_conversion_mapping(model, None, None) or []
         self._sources = _by_target(model, _without_wrapper(model, sources), self._rules)
 
     def has(self, name: str) -> bool:
@@ -478,16 +478,16 @@ def _empty(model: nn.Module, names: Sequence[str]) -> None:
     """Back to parameters without storage."""
     for name in names:
         owner, _, key = name.rpartition(".")
-        module = model.get_submodule(owner)
-        held = module._parameters if key in module._parameters else module._buffers
-        value = held[key]
-        if value is not None and not value.is_meta:
-            meta = torch.empty_like(value, device="meta", dtype=torch.float32)
-            held[key] = nn.Parameter(meta, False) if held is module._parameters else meta
+        module: Any = model.get_submodule(owner)
+        value = getattr(module, key)
+        if value is None or value.is_meta:
+            continue
+        meta = torch.empty_like(value, device="meta", dtype=torch.float32)
+        setattr(module, key, nn.Parameter(meta, False) if isinstance(value, nn.Parameter) else meta)
 
 
 @contextmanager
-def _as_no_reference(what: str) -> Iterator[None]:
+def _as_no_reference(what: str) -> Generator[None]:
     """transformers' loading code raises a dozen kinds; each says in its own words what it lacks."""
     try:
         yield
@@ -499,7 +499,7 @@ def _as_no_reference(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Without the bars that transformers draws while it loads."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from extractor import fingerprint, memory, plan, run_record
+from extractor import fingerprint, memory, plan, run_file, run_record
 from extractor.config import ExtractConfig
 from extractor.data.store import PreparedStore
 from extractor.data.vocab import TokenCounts, draft_vocabulary, write_vocab
@@ -28,12 +28,13 @@ from extractor.errors import (
 )
 from extractor.files import sweep_temporaries, sweep_temporaries_of, write_whole
 from extractor.folder import check_output
-from extractor.journal import REJECTS, Done, find_done, write_rejects, write_run
+from extractor.journal import REJECTS, Done, find_done, write_rejects
 from extractor.layouts import Layout
 from extractor.lock import ALL_ROWS, FolderLock
 from extractor.model import ModelSpec
 from extractor.plan import Plan
 from extractor.progress import say
+from extractor.run_file import Run
 from extractor.signals import Stopped
 from extractor.store import PREPARED, VOCAB
 from extractor.topology import Place, World
@@ -85,7 +86,7 @@ class Lead:
     layout: Layout
     store: PreparedStore
     selected: np.ndarray
-    run: dict[str, Any]
+    run: Run
     run_path: Path
     stages: dict[str, float]
     lock: FolderLock
@@ -187,7 +188,8 @@ def _decide(
     run = run_record.describe(
         config, spec, layout, store, place, device=device, parts=parts, dtype=dtype
     )
-    run["started_from"] = int(done.finished.sum())
+    run = run_file.replace(run, started_from=int(done.finished.sum()))
+    run = run.after(run_file.read(run_path))
     sweep_temporaries_of(run_path)
     with lock.alone("writing rejects.jsonl"):
         sweep_temporaries_of(config.output / REJECTS)
@@ -209,7 +211,7 @@ def _decide(
         importing()
         backend.check_model(spec, place, config.sglang_args)
     _check_window(backend, spec, store.lengths[left])
-    write_run(run_path, lead.run)
+    run_file.write(run_path, lead.run)
     job = Job(
         model=str(spec.path),
         states=layout.captured,
@@ -222,7 +224,7 @@ def _decide(
     return job, lead
 
 
-def _refuse_other_settings(output: Path, run: dict[str, Any], parts: dict[str, str]) -> None:
+def _refuse_other_settings(output: Path, run: Run, parts: dict[str, str]) -> None:
     before = fingerprint.parts_of_run(run, parts, given_then)
     if changed := fingerprint.changes(before, parts):
         raise UsageError(
@@ -322,21 +324,26 @@ def finish(lead: Lead, status: str) -> int:
     written = int(done.finished[lead.selected].sum())
     if status == "stopped" and written + rejected >= len(lead.selected):
         status = "complete"  # the signal came with the last batch
-    lead.run["status"] = status
-    lead.run["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    lead.run["counts"] = {
+    counts = {
         "rows": lead.store.num_rows,
         "samples": len(lead.selected),
         "written": written,
         "rejected_in_preparation": len(lead.store.rejects),
         "rejected_in_run": rejected,
     }
+    finished = run_record.now()
     if status == "complete":
         samples = (lead.store.sample(i) for i in range(len(lead.store.rows)))
         lead.layout.finish(lead.config.output, samples)
         _write_side_files(lead)
-    lead.run["stages"] = {name: round(value, 3) for name, value in lead.stages.items()}
-    write_run(lead.run_path, lead.run)
+    lead.run = run_file.replace(
+        lead.run,
+        status=status,
+        finished=finished,
+        counts=counts,
+        stages={name: round(value, 3) for name, value in lead.stages.items()},
+    )
+    run_file.write(lead.run_path, lead.run)
     say(
         f"{status}: {written:,} of {len(lead.selected):,} samples written, {rejected:,} rejected "
         f"in the run, {len(lead.store.rejects):,} in preparation; {lead.config.output}"

@@ -10,11 +10,13 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-from extractor.errors import UsageError
+from extractor.errors import RunError, UsageError
+from extractor.printable import printable
 
 LOCK = ".lock"
 ALL_ROWS = 1 << 61
@@ -35,8 +37,10 @@ class FolderLock:
         self._open()
 
     def _open(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._descriptor = os.open(self._path, flags, 0o644)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            raise RunError(f"{printable(str(self._path))}: is no regular file: remove it")
 
     def undo(self) -> None:
         """Nothing came of it: leave no folder that was not there before, unless it is in use."""

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from extractor import run_file
 from extractor.config import ExtractConfig, read_extract
 from extractor.data.store import PreparedStore
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Backend, EngineOptions
 from extractor.errors import EXIT_AGAIN, EXIT_FAILED, PeerError, UsageError, disk_error
-from extractor.journal import write_run
 from extractor.lead import Job, Lead, check_count, finish, hear_job, lead_and_tell, read_plan
 from extractor.memory import Budget
 from extractor.model import OVERRIDES, ModelSpec
@@ -147,7 +147,7 @@ def _stop_early(place: Place, world: World, watch: Watch, lead: Lead | None) -> 
         say(f"stopped by {watch.stop.asked} before the first batch: nothing is lost")
         code = EXIT_AGAIN
     else:
-        lead.run["replicas"] = drained
+        lead.run = run_file.replace(lead.run, replicas=tuple(drained))
         try:
             code = finish(lead, "stopped")
         except OSError as error:
@@ -202,12 +202,15 @@ def _work(
         lead.stages["load"] = loaded - mark
         lead.stages["self_check"] = checked - loaded
         lead.stages["layer_proof"] = proved - checked
-        lead.run["self_check"] = asdict(proof) if proof else None
-        lead.run["layer_proof"] = asdict(compared) if compared else None
         if compared:
             say(str(compared))
-        lead.run["engine"] = engine.info.details
-        write_run(lead.run_path, lead.run)
+        lead.run = run_file.replace(
+            lead.run,
+            self_check=asdict(proof) if proof else None,
+            layer_proof=asdict(compared) if compared else None,
+            engine=engine.info.details,
+        )
+        run_file.write(lead.run_path, lead.run)
     if writing is None:
         follow(engine, world, watch)
         watch.stop.drained()
@@ -230,7 +233,7 @@ def _work(
         return int(world.hear("answer", watch.check))
     results = [world.hear(f"done/{r}", watch.check) for r in range(place.replicas)]
     lead.stages["run"] = time.perf_counter() - mark
-    lead.run["replicas"] = results
+    lead.run = run_file.replace(lead.run, replicas=tuple(results))
     check_count(lead.plan, results)
     code = finish(lead, "stopped" if any(r["stopped"] for r in results) else "complete")
     world.tell("answer", code)

@@ -5,21 +5,42 @@ sixth of the file. safetensors' own reader does the same; this one also checks t
 is known of it, and hands out tensors that may be written to without the file changing.
 """
 
-import json
+import math
 import mmap
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import torch
+import xxhash
 
 from extractor.errors import RunError
+from extractor.journal import Entry
 from extractor.layout import FP8, FP8_MAX
+from extractor.printable import printable
+from extractor.regular import map_regular, open_regular, reading
 from extractor.store import DTYPE_NAMES
+from extractor.strict import decode
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SCALE = ".scale"
+
+
+AGAIN = "run the same extract command again, which writes it anew (docs/reliability.md)"
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)], ...]
+    data_offsets: tuple[
+        Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)],
+        Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)],
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,57 +61,116 @@ class MappedSample:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def tensor(self, key: str) -> torch.Tensor:
+        """Raises RunError when the file has none of this name."""
+        if key not in self.tensors:
+            raise Damaged(self.path, f"has no tensor {key}")
+        return self.tensors[key]
+
     def __repr__(self) -> str:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         return f"MappedSample({self.path.name}: {shapes})"
 
 
-def map_sample(path: Path, size: int | None = None) -> MappedSample:
+def map_sample(path: Path, size: int | None = None, *, follow: bool = False) -> MappedSample:
     """Map a file. With size, the one that the journal gives, a cut or changed file is noticed here.
+    follow: let it be a link.
 
     Raises RunError, with the path and what to do, for a file that is missing or not whole."""
     try:
-        with path.open("rb") as handle:
-            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        raise _damaged(path, str(error)) from error
+        mapped = map_regular(path, mmap.ACCESS_COPY, follow=follow)
+    except FileNotFoundError as error:
+        raise Damaged(path, "is not there") from error
     if size is not None and len(mapped) != size:
-        raise _damaged(path, f"{len(mapped):,} bytes, and the journal says {size:,}")
+        raise Damaged(path, f"has {len(mapped):,} bytes, and the journal says {size:,}")
     try:
-        length = int.from_bytes(mapped[:8], "little")
-        entries: dict[str, Any] = json.loads(mapped[8 : 8 + length])
-        metadata: dict[str, str] = entries.pop("__metadata__", {})
-        tensors = {name: _view(mapped, 8 + length, entry) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"not a safetensors file: {error}") from error
+        metadata, entries, base = read_header(mapped)
+        tensors = {name: _view(mapped, base, entry) for name, entry in entries.items()}
+    except ValueError as error:
+        raise Damaged(path, f"is not a safetensors file: {error}") from error
     return MappedSample(path, metadata, tensors)
 
 
-def _view(mapped: mmap.mmap, base: int, entry: Mapping[str, Any]) -> torch.Tensor:
-    dtype = DTYPES[entry["dtype"]]
-    begin, end = entry["data_offsets"]
-    if base + end > len(mapped):
-        raise ValueError(f"a tensor ends at byte {base + end:,} of {len(mapped):,}")
+def read_header(mapped: mmap.mmap | memoryview) -> tuple[dict[str, str], dict[str, _Entry], int]:
+    """The metadata, what is said of each tensor, and where the data begins.
+
+    Every tensor lies inside the file and is as long as its shape says. Raises ValueError otherwise."""
+    length = int.from_bytes(mapped[:8], "little")
+    if length > len(mapped) - 8:
+        raise ValueError(f"a header of {length:,} bytes in a file of {len(mapped):,}")
+    text = bytes(mapped[8 : 8 + length])
+    raw = decode(text, dict[str, Any])
+    metadata = msgspec.convert(raw.pop("__metadata__", {}), dict[str, str])
+    entries = msgspec.convert(raw, dict[str, _Entry])
+    base = 8 + length
+    for name, entry in entries.items():
+        _check_entry(name, entry, len(mapped) - base)
+    return metadata, entries, base
+
+
+def _check_entry(name: str, entry: _Entry, room: int) -> None:
+    """Raises ValueError."""
+    begin, end = entry.data_offsets
+    if entry.dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {entry.dtype!r}")
+    if not begin <= end <= room:
+        raise ValueError(f"{name} lies at bytes {begin:,} to {end:,} of {room:,}")
+    itemsize = DTYPES[entry.dtype].itemsize
+    if math.prod(entry.shape) * itemsize != end - begin:
+        raise ValueError(f"{name} has {end - begin:,} bytes for {list(entry.shape)} {entry.dtype}")
+
+
+def _view(mapped: mmap.mmap, base: int, entry: _Entry) -> torch.Tensor:
+    dtype, (begin, end) = DTYPES[entry.dtype], entry.data_offsets
     count = (end - begin) // dtype.itemsize
     if count == 0:
-        return torch.zeros(entry["shape"], dtype=dtype)
+        return torch.zeros(entry.shape, dtype=dtype)
     flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=base + begin)
-    return flat.view(entry["shape"])
+    return flat.view(entry.shape)
 
 
-def _damaged(path: Path, what: str) -> RunError:
-    return RunError(
-        f"{path}: {what}; run the same extract command again, which writes it anew "
-        "(docs/reliability.md)"
-    )
+def check_bytes(path: Path, lines: Sequence[Entry], *, follow: bool = False) -> None:
+    """Read a whole file and compare size and checksum with its journal lines, one of which is enough.
+
+    Raises RunError when none of them is true of it."""
+    try:
+        with open_regular(path, follow=follow) as handle, reading(path):
+            size = os.fstat(handle.fileno()).st_size
+            alike = [line for line in lines if line.size == size]
+            if not alike:
+                raise Damaged(path, f"has {size:,} bytes, and the journal says {lines[0].size:,}")
+            digest = hashed(handle)
+    except FileNotFoundError as error:
+        raise Damaged(path, "is not there") from error
+    if all(line.xxh3 != digest for line in alike):
+        raise RunError(
+            f"{printable(str(path))}: its checksum is not the one in its journal line; run extractor "
+            "check --deep --repair, and then the same extract command again (docs/reliability.md)"
+        )
+
+
+def hashed(handle: BinaryIO) -> str:
+    """xxh3-64 of what follows in the file, in hex."""
+    digest = xxhash.xxh3_64()
+    while block := handle.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+class Damaged(RunError):
+    """A sample's file that is not as it was written. what: the same without the path."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.what = printable(what)
+        super().__init__(f"{printable(str(path))}: {self.what}; {AGAIN}")
 
 
 def state_of(sample: MappedSample, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A stored state [T, W], unscaled when it is float8, in dtype (default: as stored; float8 becomes
     bfloat16). A view of the mapping when nothing has to be computed."""
-    value = sample.tensors[key]
+    value = sample.tensor(key)
     if value.dtype == FP8:
-        return unscale(value, sample.tensors[key + SCALE], dtype or torch.bfloat16)
+        return unscale(value, sample.tensor(key + SCALE), dtype or torch.bfloat16)
     return value if dtype is None else value.to(dtype)
 
 

@@ -1,28 +1,30 @@
-"""run.json: what a run says of itself."""
+"""What a run says of itself in run.json: as it begins, and in the end when it fails."""
 
 import contextlib
 import importlib.metadata
 import os
+import secrets
 import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from extractor import fingerprint
+from extractor import fingerprint, run_file
 from extractor.config import ExtractConfig, invocation
 from extractor.data.store import PreparedStore
-from extractor.journal import RUN, read_run, write_run
+from extractor.errors import RunError
 from extractor.layouts import Layout
 from extractor.model import ModelSpec
+from extractor.run_file import Run, RunModel, World
 from extractor.topology import Place
+
+RUN_ID = secrets.token_hex(8)  # of this process, so that it knows its own record
 
 
 def run_path(config: ExtractConfig) -> Path:
-    index, count = config.shard_index
-    return config.output / (RUN if count == 1 else f"run-{index}-of-{count}.json")
+    return config.output / run_file.name_of(*config.shard_index)
 
 
 def describe(
@@ -35,38 +37,43 @@ def describe(
     device: torch.device,
     parts: dict[str, str],
     dtype: str,
-) -> dict[str, Any]:
-    """run.json as it stands before the first forward.
+) -> Run:
+    """The record as it stands before the first forward.
 
     parts: of the fingerprint. dtype: of the stored states, by name."""
     packages = ("sglang", "torch", "transformers", "safetensors", "hidden-state-extractor")
     values = asdict(config)
-    return {
-        "schema": 1,
-        "status": "running",
-        "fingerprint": fingerprint.digest(parts),
-        "parts": parts,
-        "config": {k: str(v) if isinstance(v, Path) else v for k, v in values.items()},
-        "argv": invocation(),
-        "layers": list(layout.stored),
-        "dtype": dtype,
-        "layout": config.layout,
-        "topk_logits": layout.topk,
-        "model": {
-            "path": str(spec.path),
-            "architecture": spec.architecture,
-            "num_layers": spec.num_layers,
-            "hidden_size": spec.hidden_size,
-            "vocab_size": spec.vocab_size,
-        },
-        "prepared": str(store.path.relative_to(config.output)),
-        "world": {"ranks": place.world_size, "tp": place.tp, "replicas": place.replicas},
-        "device": str(device.type),
-        "versions": {name: _version(name) for name in packages},
-        "git_commit": _git_commit(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "data": store.summary(),
-    }
+    return Run(
+        status="running",
+        fingerprint=fingerprint.digest(parts),
+        parts=parts,
+        run_id=RUN_ID,
+        config={k: str(v) if isinstance(v, Path) else v for k, v in values.items()},
+        argv=tuple(invocation()),
+        layers=tuple(layout.stored),
+        dtype=dtype,
+        layout=config.layout,
+        topk_logits=layout.topk,
+        model=RunModel(
+            path=str(spec.path),
+            architecture=spec.architecture,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            vocab_size=spec.vocab_size,
+        ),
+        prepared=str(store.path.relative_to(config.output)),
+        world=World(ranks=place.world_size, tp=place.tp, replicas=place.replicas),
+        device=str(device.type),
+        versions={name: _version(name) for name in packages},
+        git_commit=_git_commit(),
+        started=now(),
+        data=store.summary(),
+    )
+
+
+def now() -> str:
+    """Local time with its offset, to the second."""
+    return time.strftime(run_file.WHEN)
 
 
 def _version(package: str) -> str:
@@ -95,14 +102,34 @@ def process_age() -> float:
 def mark_end(path: Path, status: str, reason: str) -> None:
     """run.json's last word from a run that cannot write its own: as well as it can be done.
 
-    A run stopped before it knew its fingerprint leaves one without, for whoever looks whether it is
-    to be started again."""
-    with contextlib.suppress(OSError, ValueError):
-        run = read_run(path)
+    An earlier run's record stays, under `earlier`. A run stopped before it knew its fingerprint, in a
+    folder without one, leaves a record without, for whoever looks whether it is to be started again."""
+    with contextlib.suppress(OSError, ValueError, RunError):
+        run = run_file.read(path)
         if run is None and status != "stopped":
             return
-        run = run or {"schema": 1, "fingerprint": "", "parts": {}}
-        run["status"] = status
-        if reason:
-            run["error"] = reason
-        write_run(path, run)
+        run_file.write(path, ended(run, status, reason))
+
+
+def ended(before: Run | None, status: str, reason: str) -> Run:
+    """This run's record as it ends. before: the file's record; of an earlier run's, this one has only
+    what holds for the folder."""
+    error = reason or None
+    if before is not None and before.run_id == RUN_ID:
+        return run_file.replace(before, status=status, finished=now(), error=error)
+    blank = Run(fingerprint="") if before is None else before.of_folder()
+    own = run_file.replace(
+        blank,
+        run_id=RUN_ID,
+        status=status,
+        argv=tuple(invocation()),
+        started=_began(),
+        finished=now(),
+        error=error,
+    )
+    return own.after(before)
+
+
+def _began() -> str:
+    """When this process did."""
+    return time.strftime(run_file.WHEN, time.localtime(time.time() - process_age()))

@@ -19,6 +19,7 @@ import torch
 
 from extractor.errors import UsageError
 from extractor.files import write_whole
+from extractor.printable import printable
 from extractor.records import Sample
 
 SCHEMA = "1"
@@ -115,16 +116,19 @@ def native_metadata(sample: Sample, model: str, states: str) -> dict[str, str]:
 
 
 def refuse_links(output: Path) -> None:
-    """Raises UsageError when a folder inside the output folder is a link: writing would follow it
-    out of there. The output folder itself may be one."""
+    """Raises UsageError when a folder inside the output folder is a link: writing and removing would
+    follow it out of there, and reading would take another folder's files for this one's. The output
+    folder itself may be one."""
     inside = [output / name for name in FOLDERS]
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        inside += [Path(entry.path) for entry in os.scandir(output / SAMPLES)]
+    for name in (SAMPLES, PREPARED):
+        with contextlib.suppress(OSError), os.scandir(output / name) as entries:
+            inside += [Path(entry.path) for entry in entries if entry.is_symlink()]
     for path in inside:
         if path.is_symlink():
             raise UsageError(
-                f"{path} is a link to {path.readlink()}: nothing is written outside the output "
-                "folder; put the whole folder there and link to it, or remove the link"
+                f"{printable(str(path))} is a link to {printable(str(path.readlink()))}: nothing is "
+                "read or written outside the output folder; put the whole folder there and link to "
+                "it, or remove the link"
             )
 
 
@@ -146,4 +150,5 @@ def json_line(value: object) -> bytes:
 def write_json(path: Path, value: object) -> None:
     """A small JSON file that appears whole, on disk before it has its name."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    write_whole(path, [text.encode()], sync=True)
+    # Half a surrogate pair, as in the name of a file that is not UTF-8, becomes its JSON escape.
+    write_whole(path, [text.encode("utf-8", "backslashreplace")], sync=True)

@@ -14,13 +14,15 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from safetensors import safe_open
 
 from extractor.config import parse
 from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
-from extractor.journal import RUN, read_entries, read_run
+from extractor.folder import Folder
+from extractor.journal import Entry
 from extractor.layerwise import LayerByLayer, NoReference
+from extractor.layout import FP8
 from extractor.model import ModelSpec, local_path
+from extractor.printable import printable
 from extractor.progress import ProgressLine
 from extractor.reference import (
     FLOOR,
@@ -32,11 +34,8 @@ from extractor.reference import (
     logprobs,
 )
 from extractor.states import EMBED, FINAL
-from extractor.store import sample_path
 from extractor.topk import IDS, LOGPROBS
 from extractor.values import AtLeastOne, Place
-
-PREFIX = "hidden_states."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,52 +59,45 @@ class VerifyConfig:
 def verify(argv: Sequence[str]) -> int:
     """Returns the exit code; raises UsageError."""
     config = parse(VerifyConfig, argv, "extractor verify")
-    paths = _choose(config)
-    run = _run_of(config.output)
-    model = local_path(config.model or run["model"]["path"])
-    device = (
-        ("cuda" if torch.cuda.is_available() else "cpu")
-        if config.device == "auto"
-        else config.device
-    )
-    stored = [_load(path) for path in paths]
+    folder = Folder.open(config.output)
+    spec = ModelSpec.read(str(local_path(config.model or folder.run.model.path)))
+    _check_shapes(folder, spec)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    stored = [_load(folder, entry) for entry in _choose(folder, config)]
     try:
-        spec = ModelSpec.read(str(model))
-        reference = LayerByLayer(model, spec.num_layers, device, config.trust_remote_code)
+        reference = LayerByLayer(spec.path, spec.num_layers, device, config.trust_remote_code)
         judged_samples = _judge_all(reference, stored)
     except NoReference as error:
-        raise UsageError(f"{model}: its states cannot be compared: {error}") from error
+        raise UsageError(f"{spec.path}: its states cannot be compared: {error}") from error
     print(_row("sample", "state", "tokens", "median", "noise", "whole", "nearest", ""))  # noqa: T201
     bad = total = 0
     for sample, judged in zip(stored, judged_samples, strict=True):
         total += len(judged)
         for judgement in judged:
             bad += not judgement.good
-            print(_line(sample.path.stem, judgement))  # noqa: T201
+            print(_line(sample.name, judgement))  # noqa: T201
     print(f"{total - bad} of {total} states of {len(stored)} samples are right")  # noqa: T201
     sys.stdout.flush()
     return EXIT_FAILED if bad else EXIT_OK
 
 
-def _run_of(output: Path) -> dict[str, dict[str, str]]:
-    runs = [output / RUN, *sorted(output.glob("run-*.json"))]
-    for path in runs:
-        try:
-            run = read_run(path)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        if run is not None:
-            return run
-    raise UsageError(f"{output}: no run.json in it")
+def _check_shapes(folder: Folder, spec: ModelSpec) -> None:
+    ours, theirs = folder.run.model, (spec.num_layers, spec.hidden_size)
+    if (ours.num_layers, ours.hidden_size) != theirs:
+        raise UsageError(
+            f"{spec.path}: has {spec.num_layers} layers of width {spec.hidden_size}, and the states of "
+            f"{printable(str(folder.path))} are of {ours.num_layers} layers of width {ours.hidden_size}"
+        )
 
 
-def _choose(config: VerifyConfig) -> list[Path]:
-    entries = sorted({(e.row, e.turn) for e in read_entries(config.output) if e.reject is None})
-    paths = [config.output / sample_path(row, turn) for row, turn in entries]
-    paths = [path for path in paths if path.is_file()]
-    if not paths:
-        raise UsageError(f"{config.output}: no finished samples in the native layout")
-    return sorted(random.Random(config.seed).sample(paths, min(config.samples, len(paths))))
+def _choose(folder: Folder, config: VerifyConfig) -> list[Entry]:
+    entries = [entry for entry in folder.entries if folder.file(entry).is_file()]
+    if not entries:
+        raise UsageError(f"{printable(str(folder.path))}: no finished samples")
+    chosen = random.Random(config.seed).sample(entries, min(config.samples, len(entries)))
+    return sorted(chosen, key=lambda entry: (entry.row, entry.turn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +105,14 @@ class Stored:
     """A file as it is.
 
     Attributes:
+        name: row, and turn where there is one.
         ids: int64 [T].
         states: float32 [T, H] by name.
         floor: of the tolerance, for how they are stored.
         topk: log-probabilities and ids [T, K], where there are any.
     """
 
-    path: Path
+    name: str
     ids: torch.Tensor
     states: Tensors
     floor: float
@@ -178,21 +171,17 @@ def _ends(
     return final, logprobs(reference.logits(sample.ids, state), sample.topk[1])
 
 
-def _load(path: Path) -> Stored:
-    floor = FLOOR
-    with safe_open(path, "pt") as file:
-        names = [n for n in file.keys() if n.startswith(PREFIX) and not n.endswith(".scale")]  # noqa: SIM118
-        states: dict[str, torch.Tensor] = {}
-        for name in names:
-            value = file.get_tensor(name)
-            if value.dtype == torch.float8_e4m3fn:
-                value = value.float() * file.get_tensor(f"{name}.scale").unsqueeze(-1)
-                floor = FLOOR_FP8
-            states[name.removeprefix(PREFIX)] = value.float()
-        topk = None
-        if LOGPROBS in file.keys():  # noqa: SIM118
-            topk = file.get_tensor(LOGPROBS), file.get_tensor(IDS)
-        return Stored(path, file.get_tensor("input_ids"), states, floor, topk)
+def _load(folder: Folder, entry: Entry) -> Stored:
+    """Raises RunError when the file is not what its journal line says."""
+    sample, tensors = folder.load(entry)
+    kept = {name: tensors[name] for name in (LOGPROBS, IDS) if name in tensors}
+    return Stored(
+        name=f"{entry.row:09d}" + (f"-{entry.turn:02d}" if entry.turn else ""),
+        ids=sample.input_ids,
+        states={name: x.float() for name, x in tensors.items() if name not in kept},
+        floor=FLOOR_FP8 if folder.layout.dtype == FP8 else FLOOR,
+        topk=(kept[LOGPROBS], kept[IDS]) if kept else None,
+    )
 
 
 def _line(sample: str, j: Judgement) -> str:

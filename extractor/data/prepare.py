@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from extractor import run_file
 from extractor.config import DataConfig
 from extractor.data import digest as identity
 from extractor.data.choose import selected
@@ -26,7 +27,6 @@ from extractor.data.tokenizer import load_rules, prints_date
 from extractor.data.work import outcomes
 from extractor.errors import RunError, UsageError
 from extractor.files import sync_path
-from extractor.journal import read_run
 from extractor.model import ModelSpec
 from extractor.printable import printable
 
@@ -130,9 +130,11 @@ def _clock(output: Path, kept: Sequence[PreparedStore]) -> Clock:
     """The day on which the folder's first rows were prepared, where their template prints it; else
     today. A run remembers it when what was prepared for it is gone."""
     days = [store.parts.get("date") for store in kept]
-    for path in sorted(output.glob("run*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            days.append((read_run(path) or {})["parts"].get("data: date"))
+    with contextlib.suppress(
+        UsageError, RunError
+    ):  # whoever continues the folder says what is damaged
+        run = run_file.newest(output)
+        days.append(run.parts.get("data: date") if run else None)
     for day in filter(None, days):
         with contextlib.suppress(ValueError, TypeError):
             return Clock(day)
@@ -156,7 +158,7 @@ def _refuse_other_run(
     output: Path, kept: Sequence[PreparedStore], parts: Mapping[str, str]
 ) -> None:
     """A folder with a run in it is not given the rows of another run."""
-    if not kept or not (output / "run.json").exists():
+    if not kept or not run_file.paths(output):
         return
     changes = min((changed_parts(store.parts, parts) for store in kept), key=len)
     raise UsageError(

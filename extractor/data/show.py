@@ -1,22 +1,26 @@
 """One row in the terminal: its samples with the supervised text coloured, or why it has none."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from extractor import run_file
 from extractor.config import DataConfig
-from extractor.data.prepare import FOLDER, stores_in
+from extractor.data.prepare import FOLDER
 from extractor.data.read import open_sources, read_rows
-from extractor.data.store import INFO, REJECTS, PreparedStore, as_reject, as_sample
+from extractor.data.store import INFO, PreparedStore, as_reject, as_sample
 from extractor.data.tokenizer import load_rules
 from extractor.data.work import outcomes
 from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
+from extractor.folder import Folder
+from extractor.journal import read_rejects
 from extractor.model import ModelSpec
 from extractor.printable import printable
 from extractor.records import Reject, Sample
+from extractor.store import refuse_links
 
 COLOUR, PLAIN = "\033[30;42m", "\033[0m"
 Write = Callable[[str], None]
@@ -47,14 +51,12 @@ def show(
         UsageError: there is no such row, or nothing to show it from.
     """
     path = Path(target).expanduser()
-    stores = _stores(path)
-    if stores:
-        store = stores[-1]
-        found: list[Sample] = [store.sample(index) for index in store.find(row)]
-        rejects = [*_rejects_of(store.rejects, row), *_run_rejects(path, row)]
-        model = config.model if config is not None else store.model
-        if row >= store.num_rows and not found and not rejects:
-            raise UsageError(f"--row {row}: {printable(str(target))} has {store.num_rows:,} rows")
+    kept = _kept(path, row)
+    if kept is not None:
+        found, rejects, rows = kept.samples, kept.rejects, kept.rows
+        model = config.model if config is not None else kept.model
+        if row >= rows and not found and not rejects:
+            raise UsageError(f"--row {row}: {printable(str(target))} has {rows:,} rows")
     elif config is not None:
         found, rejects = _converted(str(target), row, config)
         model = config.model
@@ -81,30 +83,54 @@ def show(
     return EXIT_OK if found else EXIT_FAILED
 
 
-def _stores(path: Path) -> list[PreparedStore]:
-    """Oldest first."""
-    if (path / INFO).is_file():
-        return [PreparedStore.open(path)]
-    if not (path / FOLDER).is_dir():
-        return []
-    return sorted(stores_in(path), key=lambda store: (store.path / INFO).stat().st_mtime)
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a folder says of a row: its samples and rejects, how many rows there are, the model."""
+
+    samples: list[Sample]
+    rejects: list[Reject]
+    rows: int
+    model: str
 
 
-def _rejects_of(rejects: Sequence[Reject], row: int) -> list[Reject]:
-    return [reject for reject in rejects if reject.row == row]
+def _kept(path: Path, row: int) -> _Kept | None:
+    """None for what is no folder of ours. Raises UsageError and RunError when it is damaged."""
+    if not path.is_dir():
+        return None
+    refuse_links(path)
+    store = _store(path)
+    if store is not None:
+        samples = [store.sample(index) for index in store.find(row)]
+        rejects = [reject for reject in store.rejects if reject.row == row]
+        if store.path != path:
+            rejects += [reject for reject in _run_rejects(path, row) if reject not in rejects]
+        return _Kept(samples, rejects, store.num_rows, store.model)
+    if run_file.newest(path) is None:
+        return None
+    folder = Folder.open(path)
+    samples = [folder.load(entry)[0] for entry in folder.entries if entry.row == row]
+    rows = folder.numbering.rows
+    end = int(rows[-1]) + 1 if len(rows) else 0
+    return _Kept(samples, list(_run_rejects(path, row)), end, folder.run.model.path)
+
+
+def _store(path: Path) -> PreparedStore | None:
+    """The prepared store itself, that of the folder's run, or the newest one of a folder that has no
+    run yet; None where there is none."""
+    if (path / INFO).exists():
+        return PreparedStore.open(path)
+    run = run_file.newest(path)
+    if run is not None:
+        return PreparedStore.open(path / run.prepared) if run.prepared else None
+    infos = list((path / FOLDER).glob(f"*/{INFO}"))
+    if not infos:
+        return None
+    return PreparedStore.open(max(infos, key=lambda info: info.lstat().st_mtime).parent)
 
 
 def _run_rejects(path: Path, row: int) -> Iterator[Reject]:
     """What the run itself rejected, such as states that are not finite."""
-    file = path / REJECTS
-    if not file.is_file() or (path / INFO).is_file():
-        return
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            entry: dict[str, Any] = json.loads(line)
-            if entry.get("row") == row and "source" in entry:
-                fields = ("row", "turn", "id", "source", "reason", "detail")
-                yield Reject(**{key: entry[key] for key in fields if key in entry})
+    return (reject for reject in read_rejects(path) if reject.row == row)
 
 
 def _converted(target: str, row: int, config: DataConfig) -> tuple[list[Sample], list[Reject]]:

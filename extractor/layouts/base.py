@@ -1,5 +1,6 @@
 """What every layout answers."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ import torch
 from extractor.data.vocab import TokenCounts
 from extractor.errors import UsageError
 from extractor.layout import FP8, Plane
+from extractor.reader import Damaged
 from extractor.records import Sample
 from extractor.states import FINAL, States
-from extractor.store import Blob, sample_path
+from extractor.store import SAMPLES, Blob, sample_path
+from extractor.topk import IDS, LOGPROBS
 
 Parts = list[bytes | memoryview]
+_SAMPLE = re.compile(rf"{SAMPLES}/\d{{5,15}}/(?P<row>\d{{9,15}})(?:-(?P<turn>\d{{2,5}}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class Layout(ABC):
     topk: int = 0
 
     name: ClassVar[str]
+    root: ClassVar[str] = SAMPLES
+    """The folder of all samples, relative to the output folder."""
     suffix: ClassVar[str]
     float8: ClassVar[bool] = False
     holds_topk: ClassVar[bool] = False
@@ -127,7 +133,35 @@ class Layout(ABC):
 
     @abstractmethod
     def load(self, path: Path, size: int | None = None) -> Loaded:
-        """Read a file back. Raises RunError when it is not whole."""
+        """Read a file back: every state of `captured`, and top-k logits where there are any. size: the
+        one that the journal gives.
+
+        Raises RunError, with the path, when the file is missing, not whole, or holds other tensors
+        than this layout's."""
+
+    def loaded(
+        self, path: Path, ids: torch.Tensor, mask: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> Loaded:
+        """What a file holds, checked: ids and mask of the same length, each state [T, hidden]. Raises
+        RunError."""
+        check_ids(path, ids)
+        if mask.dtype not in (torch.uint8, torch.int64) or mask.shape != ids.shape:
+            raise Damaged(path, f"has a mask {mask.dtype} {list(mask.shape)} for {len(ids):,} ids")
+        if bool((mask > 1).any()) or bool((mask < 0).any()):
+            raise Damaged(path, "has a mask with values other than 0 and 1")
+        widths = {name: self.topk if name in (LOGPROBS, IDS) else self.hidden for name in states}
+        for name, state in states.items():
+            wanted = (len(ids), widths[name])
+            if tuple(state.shape) != wanted:
+                raise Damaged(path, f"{name} is {list(state.shape)}, wanted {list(wanted)}")
+        return Loaded(ids, mask.to(torch.uint8), states)
+
+    def is_sample(self, name: str) -> bool:
+        """Whether a path, relative to the output folder, is one that this layout gives a sample."""
+        found = _SAMPLE.fullmatch(name.removesuffix(self.suffix))
+        if found is None:
+            return False
+        return sample_path(int(found["row"]), int(found["turn"] or 0), self.suffix) == name
 
     def finish(self, output: Path, samples: Iterable[Sample]) -> None:
         """What the folder needs beside the files, once all of them are there. samples: all of the
@@ -149,6 +183,28 @@ def aux_and_final(asked: States) -> tuple[str, ...]:
     return (*aux, FINAL)
 
 
-def split(value: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """States side by side in the last dimension, apart again; of a name that comes twice, one."""
-    return dict(zip(names, value.chunk(len(names), dim=-1), strict=True))
+def split(
+    value: torch.Tensor, names: Sequence[str], hidden: int, path: Path
+) -> dict[str, torch.Tensor]:
+    """States side by side in the last dimension, [T, names * hidden], apart again; of a name that comes
+    twice, one. Raises RunError for a value of another width."""
+    if value.dim() != 2 or value.shape[1] != hidden * len(names):
+        wanted = f"[T, {hidden * len(names)}]"
+        raise Damaged(path, f"states {', '.join(names)} are {list(value.shape)}, wanted {wanted}")
+    return dict(zip(names, value.split(hidden, dim=-1), strict=True))
+
+
+def check_plane(path: Path, value: torch.Tensor, plane: Plane, shape: tuple[int, ...]) -> None:
+    """Raises RunError for a tensor of a file that is not as the layout writes this plane."""
+    if value.dtype != plane.dtype or tuple(value.shape) != shape:
+        raise Damaged(
+            path,
+            f"{plane.key} is {value.dtype} {list(value.shape)}, wanted {plane.dtype} {list(shape)}",
+        )
+
+
+def check_ids(path: Path, ids: torch.Tensor) -> int:
+    """How many tokens they are. Raises RunError unless they are int64 [T] with T >= 1."""
+    if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) == 0:
+        raise Damaged(path, f"has ids {ids.dtype} {list(ids.shape)}, wanted int64 [T], T >= 1")
+    return len(ids)

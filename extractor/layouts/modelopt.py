@@ -11,11 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from extractor.layout import Plane
 from extractor.layouts import torchzip
-from extractor.layouts.base import Layout, Loaded, Parts, aux_and_final, split
+from extractor.layouts.base import (
+    Layout,
+    Loaded,
+    Parts,
+    aux_and_final,
+    check_ids,
+    check_plane,
+    split,
+)
 from extractor.records import Sample
 from extractor.states import States
 from extractor.store import Blob
@@ -57,5 +63,12 @@ class ModelOpt(Layout):
 
     def load(self, path: Path, size: int | None = None) -> Loaded:
         content = torchzip.load(path, size)
-        states = {**split(content[AUX], self.stored[:-1]), self.stored[-1]: content[LAST]}
-        return Loaded(content["input_ids"], content["loss_mask"].to(torch.uint8), states)
+        ids = torchzip.tensor(content, "input_ids", path)
+        tokens = check_ids(path, ids)
+        aux, last = self.planes[1], self.planes[0]
+        found = {plane.key: torchzip.tensor(content, plane.key, path) for plane in (aux, last)}
+        for plane in (aux, last):
+            check_plane(path, found[plane.key], plane, plane.shape(tokens))
+        states = split(found[AUX], self.stored[:-1], self.hidden, path)
+        states[self.stored[-1]] = found[LAST]
+        return self.loaded(path, ids, torchzip.tensor(content, "loss_mask", path), states)

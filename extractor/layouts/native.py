@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from extractor.layout import Plane, native_planes
-from extractor.layouts.base import Loaded
+from extractor.layouts.base import Loaded, check_ids, check_plane
 from extractor.layouts.framed import Framed
 from extractor.reader import map_sample, state_of
 from extractor.records import Sample
@@ -42,7 +42,11 @@ class Native(Framed):
 
     def load(self, path: Path, size: int | None = None) -> Loaded:
         file = map_sample(path, size)
+        ids = file.tensor(self.ids)
+        tokens = check_ids(path, ids)
+        for plane in self.planes:
+            check_plane(path, file.tensor(plane.key), plane, plane.shape(tokens))
         wide = torch.float32 if self.dtype.itemsize == 1 else None
         states = {name: state_of(file, f"hidden_states.{name}", wide) for name in self.stored}
-        states |= {key: file.tensors[key] for key in (LOGPROBS, IDS) if self.topk}
-        return Loaded(file.tensors["input_ids"], file.tensors["loss_mask"], states)
+        states |= {key: file.tensor(key) for key in (LOGPROBS, IDS) if self.topk}
+        return self.loaded(path, ids, file.tensor("loss_mask"), states)

@@ -18,7 +18,15 @@ from extractor.data.vocab import TokenCounts, draft_vocabulary
 from extractor.errors import UsageError
 from extractor.layout import Plane
 from extractor.layouts import torchzip
-from extractor.layouts.base import Layout, Loaded, Parts, aux_and_final, split
+from extractor.layouts.base import (
+    Layout,
+    Loaded,
+    Parts,
+    aux_and_final,
+    check_ids,
+    check_plane,
+    split,
+)
 from extractor.records import Sample
 from extractor.states import FINAL, States
 from extractor.store import Blob
@@ -54,10 +62,14 @@ class SpecForge(Layout):
 
     def load(self, path: Path, size: int | None = None) -> Loaded:
         content = torchzip.load(path, size)
+        ids = torchzip.tensor(content, "input_ids", path)
+        tokens = check_ids(path, ids)
         states: dict[str, torch.Tensor] = {}
-        for key, names in self.slots.items():
-            states.update(split(content[key].squeeze(0), names))
-        return Loaded(content["input_ids"], content["loss_mask"].to(torch.uint8), states)
+        for plane in self.planes:
+            value = torchzip.tensor(content, plane.key, path)
+            check_plane(path, value, plane, (1, *plane.shape(tokens)))
+            states.update(split(value.squeeze(0), plane.states, self.hidden, path))
+        return self.loaded(path, ids, torchzip.tensor(content, "loss_mask", path), states)
 
 
 @dataclass(frozen=True, kw_only=True)

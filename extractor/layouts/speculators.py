@@ -8,6 +8,7 @@ FP8Transfer reads; its plain FileTransfer does not.
 """
 
 import io
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from extractor.data.vocab import TokenCounts, draft_vocabulary
 from extractor.errors import UsageError
 from extractor.layout import FP8, Plane
 from extractor.layouts import torchzip
-from extractor.layouts.base import Loaded, Parts, split
+from extractor.layouts.base import Loaded, Parts, check_ids, check_plane, split
 from extractor.layouts.framed import Framed
 from extractor.reader import map_sample, unscale
 from extractor.records import Sample
@@ -41,6 +42,7 @@ class Speculators(Framed):
 
     name = "speculators"
     ids = "token_ids"
+    root = "hidden_states"
     suffix = ".safetensors"
     float8 = True
     reader = "speculators' ArrowDataset"
@@ -61,7 +63,7 @@ class Speculators(Framed):
 
     def path(self, row: int, turn: int) -> str:
         assert self.numbering is not None
-        return f"hidden_states/hs_{self.numbering.index(row, turn)}{self.suffix}"
+        return f"{self.root}/hs_{self.numbering.index(row, turn)}{self.suffix}"
 
     def shape(self, plane: Plane, tokens: int) -> tuple[int, ...]:
         return (tokens, len(self.stored), self.hidden) if plane.width else (tokens, 1, 1)
@@ -70,12 +72,19 @@ class Speculators(Framed):
         return {"id": sample.id, "model": self.model}
 
     def load(self, path: Path, size: int | None = None) -> Loaded:
-        tensors = map_sample(path, size).tensors
-        value = tensors[KEY]
+        file = map_sample(path, size)
+        ids = file.tensor(self.ids)
+        tokens = check_ids(path, ids)
+        for plane in self.planes:
+            check_plane(path, file.tensor(plane.key), plane, self.shape(plane, tokens))
+        value = file.tensor(KEY)
         if value.dtype == FP8:
-            value = unscale(value, tensors[SCALES], torch.float32)
-        states = split(value.flatten(1), self.stored)
-        return Loaded(tensors["token_ids"], tensors["loss_mask"], states)
+            value = unscale(value, file.tensor(SCALES), torch.float32)
+        states = split(value.flatten(1), self.stored, self.hidden, path)
+        return self.loaded(path, ids, file.tensor("loss_mask"), states)
+
+    def is_sample(self, name: str) -> bool:
+        return re.fullmatch(rf"{self.root}/hs_\d{{1,15}}{re.escape(self.suffix)}", name) is not None
 
     def vocabulary(self, counted: TokenCounts, size: int) -> dict[str, Parts]:
         """Beside the dataset, where its trainer looks first: `d2t-{D}.npy` int64 [D], `t2d-{D}.npy`

@@ -6,15 +6,17 @@ tensors and plain containers and runs no code of the file's.
 """
 
 import io
-import pickle
+import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from extractor.errors import RunError
 from extractor.layouts.base import Parts
+from extractor.reader import Damaged
+from extractor.regular import open_regular
 from extractor.store import Blob
 
 
@@ -31,15 +33,34 @@ def save(content: Mapping[Any, Any]) -> Parts:
 
 
 def load(path: Path, size: int | None) -> dict[str, Any]:
-    """Raises RunError for a file that is missing, cut, or not of this kind."""
+    """The dictionary of a file. Raises RunError for a file that is missing, cut, or not of this kind."""
     try:
-        if size is not None and path.stat().st_size != size:
-            raise RunError(
-                f"{path}: {path.stat().st_size:,} bytes, and the journal says {size:,}; run the same "
-                "extract command again, which writes it anew (docs/reliability.md)"
-            )
-        return torch.load(path, weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        if isinstance(error, RunError):
-            raise
-        raise RunError(f"{path}: {error}") from error
+        with open_regular(path) as handle:
+            there = os.fstat(handle.fileno()).st_size
+            if size is not None and there != size:
+                raise Damaged(path, f"has {there:,} bytes, and the journal says {size:,}")
+            # By its descriptor: what was opened is a regular file, whatever the name leads to by now.
+            content = _load(f"/proc/self/fd/{handle.fileno()}", path)
+    except FileNotFoundError as error:
+        raise Damaged(path, "is not there") from error
+    if not isinstance(content, dict):
+        raise Damaged(path, f"holds a {type(content).__name__}; wanted a dictionary")
+    return content
+
+
+def _load(name: str, path: Path) -> object:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the damage, which the error tells
+            return torch.load(name, weights_only=True, mmap=True)
+    except Exception as error:  # of a damaged file torch raises nearly all there are
+        text = str(error).partition("\n")[0] or type(error).__name__
+        raise Damaged(path, f"is not a torch.save file of tensors: {text}") from error
+
+
+def tensor(content: Mapping[str, Any], key: str, path: Path) -> torch.Tensor:
+    """Raises RunError when the file has no tensor of this name."""
+    value = content.get(key)
+    if not isinstance(value, torch.Tensor):
+        raise Damaged(path, f"has no tensor {key}")
+    return value

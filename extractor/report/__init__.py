@@ -16,6 +16,7 @@ from extractor.config import parse
 from extractor.errors import EXIT_OK, UsageError
 from extractor.files import write_whole
 from extractor.progress import say
+from extractor.regular import writing
 from extractor.values import NotNegative
 
 PAGE = "report.html"
@@ -43,6 +44,7 @@ def report(argv: Sequence[str]) -> int:
 
     text = render(gather(config.folder, config.states_of))
     page = config.page or config.folder / PAGE
-    write_whole(page, [text.encode()], sync=False)
+    with writing():
+        write_whole(page, [text.encode("utf-8", "backslashreplace")], sync=False)
     say(f"{page} ({len(text) / 1024:,.0f} KiB)")
     return EXIT_OK

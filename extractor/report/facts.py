@@ -1,6 +1,5 @@
 """Numbers for the page, out of the journals, run.json, the prepared store and some of the files."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer
 
-from extractor.data.store import PreparedStore
 from extractor.errors import UsageError
 from extractor.folder import Folder
-from extractor.journal import REJECTS
+from extractor.journal import read_rejects
 from extractor.records import Sample
+from extractor.run_file import Replica, Run
 
 Floats = npt.NDArray[np.float64]
 MASKS_READ = 512
@@ -74,12 +73,12 @@ class Facts:
         states: statistics by state, in the model's order.
         tokens_read: how many tokens these are of.
         planes: name in the file to its bytes in all files together.
-        replicas: of run.json, with their timelines.
+        replicas: of the last run that wrote, with their timelines.
         shown: samples to look at.
     """
 
     folder: Path
-    run: Mapping[str, Any]
+    run: Run
     lengths: npt.NDArray[np.int64]
     bytes: npt.NDArray[np.int64]
     supervised: Floats
@@ -89,7 +88,7 @@ class Facts:
     states: Sequence[StateFacts]
     tokens_read: int
     planes: Mapping[str, int]
-    replicas: Sequence[Mapping[str, Any]]
+    replicas: Sequence[Replica]
     shown: Sequence[Shown]
 
     @property
@@ -122,7 +121,7 @@ def gather(path: Path, states_of: int) -> Facts:
         states=states,
         tokens_read=read,
         planes=_planes(folder, lengths),
-        replicas=folder.run.get("replicas", ()),
+        replicas=folder.run.last_work,
         shown=_shown(folder, lengths, SAMPLES_SHOWN),
     )
 
@@ -137,15 +136,13 @@ def spread(count: int, wanted: int) -> list[int]:
 def _supervised(folder: Folder, lengths: npt.NDArray[np.int64]) -> tuple[Floats, int | None]:
     """Shares of samples, and the tokens of all of them: out of the prepared store when it is there,
     else of samples spread over the rows."""
-    prepared = folder.run.get("prepared")
-    if prepared and (folder.folder / prepared).is_dir():
-        store = PreparedStore.open(folder.folder / prepared)
-        keys = list(zip(store.rows.tolist(), store.turns.tolist(), strict=True))
-        written = {(entry.row, entry.turn) for entry in folder.entries}
+    if (store := folder.store) is not None:
+        written = {entry.key for entry in folder.entries}
+        keys = zip(store.rows.tolist(), store.turns.tolist(), strict=True)
+        kept = np.array([key in written for key in keys])
         _, mask = store.tokens()
         ends = store.lengths.cumsum(dtype=np.int64)
         counts = np.add.reduceat(mask, ends - store.lengths, dtype=np.int64)
-        kept = np.array([key in written for key in keys])
         return counts[kept] / store.lengths[kept], int(counts[kept].sum())
     chosen = spread(len(folder.entries), MASKS_READ)
     counts = np.array([int(_sample(folder, i).loss_mask.sum()) for i in chosen])
@@ -188,15 +185,10 @@ def _depth(name: str) -> int:
 def _rejects(path: Path, most: int = 8) -> tuple[dict[str, int], list[Rejected]]:
     reasons: Counter[str] = Counter()
     first: list[Rejected] = []
-    file = path / REJECTS
-    if file.is_file():
-        with file.open() as lines:
-            for line in lines:
-                value = json.loads(line)
-                reasons[value["reason"]] += 1
-                if len(first) < most:
-                    keys = ("source", "id", "reason", "detail")
-                    first.append(Rejected(*(str(value[key]) for key in keys)))
+    for reject in read_rejects(path):
+        reasons[reject.reason] += 1
+        if len(first) < most:
+            first.append(Rejected(reject.source, reject.id, reject.reason, reject.detail))
     return dict(reasons.most_common()), first
 
 
@@ -208,7 +200,7 @@ def _planes(folder: Folder, lengths: npt.NDArray[np.int64]) -> dict[str, int]:
 
 
 def _shown(folder: Folder, lengths: npt.NDArray[np.int64], count: int) -> list[Shown]:
-    decode = _decoder(str(folder.run["model"]["path"]))
+    decode = _decoder(str(folder.run.model.path))
     by_length = np.argsort(lengths, kind="stable")
     chosen = dict.fromkeys(int(by_length[i]) for i in spread(len(lengths), count))
     shown: list[Shown] = []
@@ -226,6 +218,6 @@ def _decoder(model: str) -> Any:
     """Token id to text; to the number itself where the model's tokenizer is not at hand."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError, AttributeError):
+    except Exception:  # of a damaged folder it raises nearly all there are
         return lambda token: f"{token} "
     return lambda token: tokenizer.decode([token])

@@ -28,7 +28,7 @@ def render(facts: Facts) -> str:
     return environment.from_string(template).render(
         facts=facts,
         run=facts.run,
-        title=f"{facts.run['model']['path'].rstrip('/').rpartition('/')[2]}",
+        title=f"{facts.run.model.path.rstrip('/').rpartition('/')[2]}",
         figures=_figures(facts),
         settings=_settings(facts),
         pictures=pictures,
@@ -40,8 +40,8 @@ def render(facts: Facts) -> str:
 def _figures(facts: Facts) -> list[tuple[str, str, str]]:
     """(value, what it is, a remark) for the top of the page."""
     rejected = sum(facts.reasons.values())
-    seconds = max((replica["seconds"] for replica in facts.replicas), default=0)
-    tokens = sum(replica["tokens"] for replica in facts.replicas)
+    seconds = max((replica.seconds for replica in facts.replicas), default=0)
+    tokens = sum(replica.tokens for replica in facts.replicas)
     figures = [
         (f"{len(facts.lengths):,}", "samples", f"of {facts.tokens:,} tokens"),
         (
@@ -72,40 +72,36 @@ def _figures(facts: Facts) -> list[tuple[str, str, str]]:
 
 def _settings(facts: Facts) -> list[tuple[str, str]]:
     run = facts.run
-    model, world = run["model"], run.get("world", {})
+    model, world, origin = run.model, run.world, run.converted_from
+    shape = f"{model.architecture}, {model.num_layers} layers of {model.hidden_size:,}"
+    versions = ", ".join(f"{name} {version}" for name, version in (run.versions or {}).items())
     rows = [
-        ("model", f"{model['path']}"),
-        (
-            "shape",
-            f"{model.get('architecture', '')}, {model['num_layers']} layers of "
-            f"{model['hidden_size']:,}",
-        ),
-        ("states", ", ".join(run["layers"])),
-        ("stored as", f"{run['dtype']}, layout {run.get('layout', 'native')}"),
+        ("model", model.path),
+        ("shape", shape),
+        ("states", ", ".join(run.layers)),
+        ("stored as", f"{run.dtype}, layout {run.layout}"),
     ]
-    if world:
-        rows.append(
-            (
-                "ran on",
-                f"{world['ranks']} {run.get('device', '')} ranks: {world['replicas']} replicas of "
-                f"--tp {world['tp']}",
-            )
+    if world is not None:
+        ranks = (
+            f"{world.ranks} {run.device or ''} ranks: {world.replicas} replicas of --tp {world.tp}"
         )
-    versions = ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())
-    rows += [("versions", versions), ("commit", str(run.get("git_commit", "")))]
-    rows.append(("started", str(run.get("started", ""))))
-    rows.append(("finished", str(run.get("finished", ""))))
-    if "converted_from" in run:
-        source = run["converted_from"]
-        rows.append(("converted from", f"{source['folder']} ({source['layout']})"))
-    rows.append(("command", shlex.join(map(str, run.get("argv", [])))))
-    rows.append(("fingerprint", str(run.get("fingerprint", ""))))
+        rows.append(("ran on", ranks))
+    rows += [
+        ("versions", versions),
+        ("commit", run.git_commit or ""),
+        ("started", run.started or ""),
+        ("finished", run.finished or ""),
+        ("runs before", f"{len(run.earlier)}" if run.earlier else ""),
+        ("converted from", f"{origin.folder} ({origin.layout})" if origin else ""),
+        ("command", shlex.join(run.argv or ())),
+        ("fingerprint", run.fingerprint),
+    ]
     return [(name, text) for name, text in rows if text]
 
 
 def _spent(facts: Facts) -> list[tuple[str, float, str]]:
     """(stage, share, time): where the last run's time went."""
-    stages: dict[str, Any] = facts.run.get("stages", {})
+    stages = facts.run.stages or {}
     total = sum(stages.values())
     return [(name, value / total, f"{value:,.1f} s") for name, value in stages.items() if total]
 

@@ -105,7 +105,7 @@ def _counts(axes: Any, x: bool = True) -> None:
 
 def timelines(facts: Facts) -> list[Floats]:
     """Each replica's points, f64 [points, 6]; those with too few to draw are left out."""
-    found = [np.array(replica.get("timeline", []), np.float64) for replica in facts.replicas]
+    found = [np.array(replica.timeline, np.float64) for replica in facts.replicas]
     return [points for points in found if points.ndim == 2 and len(points) >= 3]
 
 

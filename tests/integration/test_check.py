@@ -52,6 +52,9 @@ def test_each_kind_of_damage(bench: Bench) -> None:
     assert len(findings.strays) == 3
     check.repair(bench.output, findings)
     assert Path("/etc/passwd").exists()
+    notes = files[3].with_name("notes.txt")
+    assert notes.read_text() == "mine" and findings.kept == ["samples/00000/notes.txt"]
+    notes.unlink()
     assert bench.run().code == 0
     folder.assert_complete(bench.output, bench.data, STATES)
     assert check.examine(bench.output, deep=True).complete

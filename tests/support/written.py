@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from extractor import run_file
+from extractor.data.rows import Piece, Refusal
+from extractor.data.store import Identity, StoreWriter
 from extractor.files import Durability
-from extractor.journal import JOURNAL, RUN, Journal, write_run
+from extractor.journal import JOURNAL, Journal
 from extractor.layouts import LAYOUTS, Layout, Numbering
 from extractor.records import Batch, CapturedBatch, Sample
 from extractor.ring import HostRing
+from extractor.run_file import Run, RunModel
 from extractor.states import States
 from extractor.topk import IDS, LOGPROBS
 from extractor.transfer import Stager
@@ -94,6 +98,23 @@ def make_layout(
     )
 
 
+def write_prepared(output: Path, samples: Sequence[Sample]) -> str:
+    """The prepared store that these samples came from; its path relative to output."""
+    name = f"prepared/{'0' * 16}"
+    (output / name).mkdir(parents=True)
+    writer = StoreWriter(output / name)
+    for sample in samples:
+        file, _, line = sample.source.rpartition(":")
+        ids, mask = sample.input_ids.numpy().astype(np.int32), sample.loss_mask.numpy()
+        writer.add(Piece(sample.row, sample.turn, sample.id, file, int(line), ids, mask, False))
+    writer.refuse(Refusal(1, 0, "row 1", "rows.jsonl", 2, "not_json", "a \u2028 line"))
+    inputs = [{"path": "/rows.jsonl", "size": 9, "mtime": 1, "ctime": 1, "inode": 1}]
+    inputs = [{**inputs[0], "digest": "0" * 32, "newlines": 9}]
+    rows = max(sample.row for sample in samples) + 1
+    writer.close(rows, Identity("0" * 32, {"rules": "1"}, "/models/tiny", inputs))
+    return name
+
+
 def write_folder(
     output: Path,
     layout: Layout,
@@ -104,6 +125,7 @@ def write_folder(
     batch: int = 3,
     durability: Durability = "none",
     processes: bool = False,
+    prepared: bool = False,
 ) -> list[Truth]:
     """Write samples and what a run writes beside them; call again to let the folder grow."""
     ring = HostRing(1 << 20, 2, pinned=False, shared=processes)
@@ -135,16 +157,17 @@ def write_folder(
     writer.close()
     lines.close()
     dtype = str(layout.dtype).removeprefix("torch.")
-    run = {
-        "schema": 1,
-        "status": "complete",
-        "fingerprint": "0",
-        "parts": {"layers": ",".join(layout.stored), "layout": layout.name, "dtype": dtype},
-        "layers": list(layout.stored),
-        "dtype": dtype,
-        "layout": layout.name,
-        "model": {"path": "/models/tiny", "num_layers": NUM_LAYERS, "hidden_size": layout.hidden},
-    }
-    write_run(output / RUN, run)
+    run = Run(
+        status="complete",
+        fingerprint="0",
+        parts={"layers": ",".join(layout.stored), "layout": layout.name, "dtype": dtype},
+        layers=layout.stored,
+        dtype=dtype,
+        layout=layout.name,
+        prepared=write_prepared(output, samples) if prepared else None,
+        topk_logits=layout.topk,
+        model=RunModel(path="/models/tiny", num_layers=NUM_LAYERS, hidden_size=layout.hidden),
+    )
+    run_file.write(output / run_file.RUN, run)
     layout.finish(output, (sample for sample in samples))
     return truths

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
+from extractor import run_file
+from extractor.check import examine
 from extractor.convert import convert
 from extractor.dataset import HiddenStates
 from extractor.errors import RunError, UsageError
+from extractor.journal import read_entries
 from extractor.layouts import LAYOUTS
 from tests.support.written import make_layout, make_samples, write_folder
 
@@ -24,6 +28,16 @@ def files(folder: Path) -> dict[str, bytes]:
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted((folder / "samples").rglob("*.safetensors"))
     }
+
+
+def journal_again(folder: Path, path: Path, row: int) -> None:
+    """A line for what the file holds now, as if a run had written it so."""
+    line = next(e for e in read_entries(folder) if e.row == row)
+    content = path.read_bytes()
+    value = {"row": row, "turn": 0, "id": line.id, "tokens": line.tokens, "bytes": len(content)}
+    value["xxh3"] = xxhash.xxh3_64(content).hexdigest()
+    with (folder / "journal" / "0000.jsonl").open("a") as journal:
+        journal.write(json.dumps(value) + "\n")
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -96,6 +110,7 @@ def test_numbers_without_a_place_in_the_dtype_are_rejected(tmp_path: Path):
     data = bytearray(path.read_bytes())
     data[-40:-38] = (0x7F7F).to_bytes(2, "little")  # bfloat16's largest, past float16's
     path.write_bytes(data)
+    journal_again(tmp_path / "out", path, row=2)
     argv = [str(tmp_path / "out"), str(tmp_path / "new"), "--dtype", "float16"]
     assert convert(argv) == 3
     assert len(HiddenStates(tmp_path / "new")) == len(samples) - 1
@@ -119,3 +134,79 @@ def test_other_folders_are_left_alone(tmp_path: Path):
     convert([str(tmp_path / "out"), str(tmp_path / "new"), "--layout", "modelopt"])
     with pytest.raises(UsageError, match="layout: modelopt then, specforge now"):
         convert([str(tmp_path / "out"), str(tmp_path / "new"), "--layout", "specforge"])
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_corrupt_bytes_get_no_checksum_of_their_own(tmp_path: Path, name: str):
+    """One bit of a state, which no header tells."""
+    layout, _ = make(tmp_path / "out", name, asked="1,3,5")
+    path = tmp_path / "out" / layout.path(2, 0)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    argv = [str(tmp_path / "out"), str(tmp_path / "new"), "--layout", name]
+    with pytest.raises(RunError, match=rf"{path.name}: its checksum is not the one"):
+        convert([*argv, "--workers", "1"])
+    assert (2, 0) not in {entry.key for entry in read_entries(tmp_path / "new")}
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert convert(argv) == 0
+
+
+def test_numbers_of_files_count_the_samples_that_were_rejected(tmp_path: Path):
+    """hs_i is the i-th sample that was to be converted, whatever became of those before it."""
+    samples = make_samples()
+    layout = make_layout(asked="1,3,5", samples=samples)
+    write_folder(tmp_path / "out", layout, samples, model_dtype=torch.float32)
+    path = tmp_path / "out" / layout.path(3, 0)
+    data = bytearray(path.read_bytes())
+    state = layout.load(path).states["5"]
+    at = data.index(state.view(torch.int16).numpy().tobytes()[:32])
+    data[at : at + 2] = (0x7F7F).to_bytes(2, "little")
+    path.write_bytes(data)
+    journal_again(tmp_path / "out", path, row=3)
+    new = tmp_path / "new"
+    argv = [str(tmp_path / "out"), str(new), "--layout", "speculators"]
+    assert convert([*argv, "--dtype", "float16"]) == 3
+    assert convert([str(new), str(tmp_path / "back")]) == 0
+    back = HiddenStates(tmp_path / "back")
+    assert 3 not in back.rows.tolist() and len(back) == len(samples) - 1
+    for index, row in enumerate(back.rows.tolist()):
+        (sample,) = [s for s in samples if (s.row, s.turn) == (row, int(back.turns[index]))]
+        assert torch.equal(back[index]["input_ids"], sample.input_ids)
+    assert examine(new, deep=True).complete
+    rejects = [json.loads(line) for line in (new / "rejects.jsonl").read_text().splitlines()]
+    assert [(r["row"], r["reason"]) for r in rejects] == [(3, "non_finite")]
+
+
+def test_the_record_of_a_converted_folder(tmp_path: Path):
+    make(tmp_path / "out")
+    convert([str(tmp_path / "out"), str(tmp_path / "new"), "--layout", "modelopt"])
+    run = run_file.find(tmp_path / "new")
+    assert run.status == "complete" and run.prepared is None and run.converted_from is not None
+    assert run.counts is not None and run.counts["samples"] == run.counts["written"] == 7
+
+
+@pytest.mark.parametrize("inside", ["samples", "samples/00000", "journal"])
+def test_links_in_source_or_target_are_refused(tmp_path: Path, inside: str):
+    make(tmp_path / "out")
+    argv = [str(tmp_path / "out"), str(tmp_path / "new"), "--layout", "modelopt"]
+    assert convert(argv) == 0
+    for folder, more in ((tmp_path / "new", ()), (tmp_path / "out", ("--layers", "1"))):
+        (folder / inside).rename(tmp_path / "elsewhere")
+        (folder / inside).symlink_to(tmp_path / "elsewhere")
+        before = sorted((tmp_path / "elsewhere").rglob("*"))
+        with pytest.raises(UsageError, match="is a link to"):
+            convert([*argv, *more])
+        assert sorted((tmp_path / "elsewhere").rglob("*")) == before
+        (folder / inside).unlink()
+        (tmp_path / "elsewhere").rename(folder / inside)
+
+
+def test_a_folder_inside_the_source_or_of_extract_is_refused(tmp_path: Path):
+    make(tmp_path / "out")
+    make(tmp_path / "run", "modelopt")
+    with pytest.raises(UsageError, match="or inside it"):
+        convert([str(tmp_path / "out"), str(tmp_path / "out" / "new"), "--layout", "modelopt"])
+    with pytest.raises(UsageError, match="what extract wrote"):
+        convert([str(tmp_path / "out"), str(tmp_path / "run"), "--layout", "modelopt"])

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from extractor import run_file
 from extractor.dataset import HiddenStates, LengthBatchSampler, Pad
 from extractor.errors import RunError, UsageError
 from tests.support.written import LENGTHS, make_layout, make_samples, write_folder
@@ -118,6 +119,56 @@ def test_what_is_not_there_is_refused(folder: Path, tmp_path: Path):
         HiddenStates(tmp_path / "other")
     with pytest.raises(IndexError):
         HiddenStates(folder)[len(LENGTHS)]
+
+
+def test_checksums_are_checked_when_asked_for(folder: Path):
+    path = HiddenStates(folder).path(2)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    HiddenStates(folder)[2]
+    data = HiddenStates(folder, ("1",), verify=True)
+    with pytest.raises(RunError, match=rf"{path.name}: its checksum"):
+        data[2]
+    for index in (0, 1, 3, 4, 5, 6):
+        assert len(data[index]["input_ids"]) == LENGTHS[index]
+    loader = DataLoader(data, num_workers=1, batch_size=None, sampler=[0, 1, 2])
+    with pytest.raises(RunError, match="its checksum"):
+        list(loader)
+
+
+def test_a_journal_that_lies_about_the_tokens(folder: Path):
+    journal = folder / "journal" / "0000.jsonl"
+    journal.write_text(journal.read_text().replace('"tokens":30', '"tokens":31'))
+    with pytest.raises(RunError, match=r"000000003.*the journal says 31 tokens"):
+        HiddenStates(folder)[2]
+
+
+def test_a_stale_record_does_not_answer(folder: Path):
+    run = run_file.find(folder)
+    run_file.write(folder / run_file.RUN, run_file.replace(run, started="2026-11-30T00:00:00+0000"))
+    stale = run_file.replace(run, layers=("5",), started="2020-01-01T00:00:00+0000")
+    run_file.write(folder / "run-0-of-4.json", stale)
+    assert set(HiddenStates(folder).states) == {
+        f"hidden_states.{n}" for n in ("1", "3", "4", "final")
+    }
+
+
+def test_files_may_be_links_as_in_a_hub_cache_and_folders_may_not(folder: Path, tmp_path: Path):
+    snapshot = tmp_path / "snapshot"
+    for number, file in enumerate(sorted(folder.rglob("*"))):
+        if file.is_file():
+            (tmp_path / "blobs").mkdir(exist_ok=True)
+            file.rename(tmp_path / "blobs" / str(number))
+            link = snapshot / file.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(tmp_path / "blobs" / str(number))
+    data = HiddenStates(snapshot, verify=True)
+    assert [len(data[i]["input_ids"]) for i in range(len(data))] == list(LENGTHS)
+    (snapshot / "samples").rename(tmp_path / "elsewhere")
+    (snapshot / "samples").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="is a link to"):
+        HiddenStates(snapshot)
 
 
 def test_pad_masks_what_it_adds(folder: Path):

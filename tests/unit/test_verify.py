@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from extractor import run_file
 from extractor.errors import UsageError
 from extractor.files import write_whole
-from extractor.journal import RUN, Journal, write_run
+from extractor.journal import Journal
 from extractor.records import Sample
 from extractor.reference import FEW, Tensors, judge
+from extractor.run_file import Run, RunModel
 from extractor.store import Blob, native_metadata, safetensors_header, sample_path
 from extractor.topk import IDS, LOGPROBS
 from extractor.verify import verify
@@ -69,7 +71,9 @@ def folder(
         parts = [header, *(blob.data for blob in blobs.values())]
         journal.finished(sample, write_whole(file, parts, sync=False))
     journal.close()
-    write_run(path / RUN, {"fingerprint": "0", "model": {"path": str(model)}})
+    shape = RunModel(path=str(model), num_layers=30, hidden_size=576, vocab_size=49152)
+    run = Run(fingerprint="0", layers=NAMES, dtype="bfloat16", model=shape)
+    run_file.write(path / run_file.RUN, run)
     return path
 
 

@@ -7,6 +7,7 @@ the fields' own docstrings. Whatever is wrong ends in a UsageError, which is sho
 import argparse
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from typing import Any, NoReturn, TypeVar
 import tyro
 
 from extractor import config_file
-from extractor.errors import UsageError
+from extractor.errors import EXIT_OK, UsageError
 from extractor.printable import printable
 from extractor.progress import say
+from extractor.torchrun import is_first_here
 from extractor.values import WrongValue, bare, decode, flag, from_word, hints, nearest
 
 C = TypeVar("C")
@@ -40,7 +42,9 @@ def read(kind: type[C], argv: Sequence[str], prog: str, shared: type) -> C:
     Raises UsageError. Prints --help and exits with 0 when that is asked for.
     """
     if any(word in ("-h", "--help") for word in argv):
-        tyro.cli(kind, args=["--help"], prog=prog)
+        if is_first_here():
+            tyro.cli(kind, args=["--help"], prog=prog)
+        sys.exit(EXIT_OK)
     words = _words(kind, argv, prog, shared)
     file = words.pop("config", None)
     below = {} if file is None else _from_file(kind, _one_file(file), prog, shared)

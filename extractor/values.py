@@ -131,11 +131,8 @@ def _words(member: Any) -> str:
     if kind in (int, float):
         return f"a {'whole ' if kind is int else ''}number{_bounds(member)}"
     if typing.get_origin(kind) is tuple:
-        inner = _words(typing.get_args(kind)[0])
-        return inner if inner.isupper() else f"a list, each {inner}"
-    for meta in _metas(member):
-        if meta.extra and "words" in meta.extra:
-            return meta.extra["words"]
+        item = typing.get_args(kind)[0]
+        return _extra(item, "words") or f"a list, each {_words(item)}"
     return "a path" if kind is Path or _is_place(member) else "text"
 
 
@@ -175,11 +172,7 @@ def _expanded(value: Any) -> Any:
 def _is_place(hint: Any) -> bool:
     """Whether a type, or that of its items, is Place."""
     inner = [arg for member in _members(hint) for arg in typing.get_args(_bare(member))]
-    return any(
-        meta.extra and "path" in meta.extra
-        for member in (*_members(hint), *inner)
-        for meta in _metas(member)
-    )
+    return any(_extra(member, "path") for member in (*_members(hint), *inner))
 
 
 def _members(hint: Any) -> Iterator[Any]:
@@ -197,6 +190,12 @@ def _bare(hint: Any) -> Any:
 
 def _metas(hint: Any) -> list[msgspec.Meta]:
     return [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+
+
+def _extra(hint: Any, key: str) -> Any:
+    """What a type says of itself beyond msgspec's own bounds, or None."""
+    found = (meta.extra[key] for meta in _metas(hint) if meta.extra and key in meta.extra)
+    return next(found, None)
 
 
 def _is_literal(kind: Any) -> bool:

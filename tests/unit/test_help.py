@@ -40,3 +40,12 @@ def test_help(verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             flag = field.name.upper()
         after = said.partition(f" {flag}")[2]
         assert re.search(r"[A-Za-z]{2,} [a-z]{2,}", after[:200]), (flag, after[:200])
+
+
+def test_one_rank_of_a_machine_prints_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        parse(ExtractConfig, ["--help"], "extractor extract")
+    assert end.value.code == 0 and capsys.readouterr().out == ""

@@ -142,7 +142,8 @@ def _not_prepared(facts: Folder) -> int:
     return (facts.run.counts or {}).get("rejected_in_preparation", 0)
 
 
-_facts = Folder.open
+def _facts(output: Path) -> Folder:
+    return Folder.open(output, rows=True)
 
 
 # Removing -----------------------------------------------------------------------------------------

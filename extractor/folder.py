@@ -37,7 +37,7 @@ class Folder:
     Attributes:
         path: where it is.
         run: the record that answers for it (run_file.newest).
-        store: its prepared rows; None in a folder that convert wrote.
+        store: its prepared rows; None in a folder that convert wrote, or without them.
     """
 
     path: Path
@@ -45,13 +45,17 @@ class Folder:
     store: PreparedStore | None = field(repr=False)
 
     @classmethod
-    def open(cls, path: Path) -> "Folder":
-        """Raises UsageError for a folder that is not one of ours, has links inside, or whose run.json
-        or prepared rows are damaged."""
+    def open(cls, path: Path, *, rows: bool = False) -> "Folder":
+        """rows: it must have its prepared rows, unless convert wrote it; else they may be gone, as from
+        a folder that was sent elsewhere.
+
+        Raises UsageError for a folder that is not one of ours, has links inside, or whose run.json or
+        prepared rows are damaged."""
         refuse_links(path)
         run = run_file.find(path)
+        there = run.prepared is not None and (rows or (path / run.prepared).is_dir())
         try:
-            store = PreparedStore.open(path / run.prepared) if run.prepared else None
+            store = PreparedStore.open(path / str(run.prepared)) if there else None
         except RunError as error:
             raise UsageError(f"{error}; run the same extract command again") from error
         return cls(path, run, store)
@@ -68,7 +72,7 @@ class Folder:
     @cached_property
     def _counted(self) -> Numbering:
         pairs = read_converted(self.path)
-        if pairs is None:  # as it was before convert wrote this file
+        if pairs is None:  # its prepared rows are gone, or an older convert wrote it
             ledger = self.ledger
             known = sorted({*ledger.finished, *ledger.rejected})
             return numbered(known)

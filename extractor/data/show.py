@@ -121,7 +121,8 @@ def _store(path: Path) -> PreparedStore | None:
         return PreparedStore.open(path)
     run = run_file.newest(path)
     if run is not None:
-        return PreparedStore.open(path / run.prepared) if run.prepared else None
+        there = run.prepared is not None and (path / run.prepared).is_dir()
+        return PreparedStore.open(path / str(run.prepared)) if there else None
     infos = list((path / FOLDER).glob(f"*/{INFO}"))
     if not infos:
         return None

@@ -14,6 +14,7 @@ from extractor.errors import UsageError
 from extractor.layouts import LAYOUTS, Layout
 from extractor.report import report
 from extractor.run_file import RUN
+from tests.support.ledger import Injection, Ledger
 from tests.support.written import make_layout, make_samples, write_folder
 
 
@@ -67,7 +68,9 @@ def test_repair_touches_no_name_that_this_program_does_not_make(tmp_path: Path, 
 
 @pytest.mark.parametrize("inside", ["samples", "samples/00000", "journal", "prepared"])
 @pytest.mark.parametrize("flags", [[], ["--repair"], ["--deep", "--repair"]])
-def test_a_folder_that_is_a_link_is_refused(tmp_path: Path, inside: str, flags: list[str]) -> None:
+def test_a_folder_that_is_a_link_is_refused(
+    tmp_path: Path, inside: str, flags: list[str], ledger: Ledger
+) -> None:
     make(tmp_path / "out")
     elsewhere = tmp_path / "elsewhere"
     (tmp_path / "out" / inside).rename(elsewhere)
@@ -77,11 +80,12 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path, inside: str, flags: 
     with pytest.raises(UsageError, match="is a link to"):
         check([str(tmp_path / "out"), *flags])
     assert everything(elsewhere) == before
+    ledger.add(Injection(group="damaged folder", fault="a link for a folder inside, check"))
 
 
 @pytest.mark.parametrize("inside", ["samples", "samples/00000"])
 def test_a_folder_that_becomes_a_link_meanwhile(
-    tmp_path: Path, inside: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, inside: str, monkeypatch: pytest.MonkeyPatch, ledger: Ledger
 ) -> None:
     """Between the look and the removal; the link's target has the very names that are to go."""
     layout = make(tmp_path / "out")
@@ -96,6 +100,7 @@ def test_a_folder_that_becomes_a_link_meanwhile(
     monkeypatch.setattr(module, "_facts", lambda output: folder)
     repair(tmp_path / "out", findings)
     assert findings.repaired == 0 and everything(tmp_path / "elsewhere") == before
+    ledger.add(Injection(group="damaged folder", fault="a link appears during check --repair"))
 
 
 def test_a_link_under_a_samples_name_goes_and_its_target_stays(tmp_path: Path) -> None:
@@ -194,3 +199,16 @@ def test_nothing_is_made_where_no_folder_of_ours_is(tmp_path: Path, flags: list[
             check([str(folder), *flags])
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["mine"]
     assert not (tmp_path / RUN).exists()
+
+
+def test_a_folder_that_was_sent_without_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """check cannot say what is missing; what reads samples needs no rows."""
+    make(tmp_path / "out", "speculators")
+    shutil.rmtree(tmp_path / "out" / "prepared")
+    with pytest.raises(UsageError, match=r"store\.json: is not there.*same extract command"):
+        check([str(tmp_path / "out")])
+    assert convert([str(tmp_path / "out"), str(tmp_path / "new")]) == 0
+    assert check([str(tmp_path / "new"), "--deep"]) == 0
+    assert "complete: 7 of 7" in capsys.readouterr().err

@@ -7,6 +7,8 @@ import random
 import shutil
 import signal
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ from extractor.printable import printable
 from extractor.report.facts import gather
 from extractor.report.page import render
 from extractor.verify import verify
+from tests.support.ledger import Injection, Ledger
 from tests.support.written import make_layout, make_samples, write_folder
 
 SECONDS = 20  # for all verbs on one damaged folder; each takes a fraction of one
@@ -37,6 +40,12 @@ VALUES: list[bytes] = [
     b'"\\u001b[31m"', b'"../../etc/passwd"', b"[]", b"{}", b"[[]]", b'[1,"a",null]', b'["\\u2028"]',
     DEEP, b"[" * 5000 + b"]" * 5000,
 ]  # fmt: skip
+
+# For the ledger: each with all verbs over the folder, one after another.
+FAULTS = {
+    "damage_bytes": "a file cut, or changed in its text, header or bytes; all verbs",
+    "damage_place": "a FIFO, socket, folder, link or nothing for a file; all verbs",
+}
 
 
 @pytest.fixture(scope="module", params=["native", "speculators", "modelopt", "specforge-dspark"])
@@ -207,7 +216,7 @@ def plain_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show_module, "_decoder", decoder)
 
 
-def fuzz(whole: Path, tmp_path: Path, count: int, seed: int) -> None:
+def fuzz(whole: Path, tmp_path: Path, count: int, seed: int, ledger: Ledger) -> None:
     chance = random.Random(seed)
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -217,6 +226,8 @@ def fuzz(whole: Path, tmp_path: Path, count: int, seed: int) -> None:
         if path.is_file() and path.name != "notes.txt"
     )
     told = 0
+    slowest = dict.fromkeys(FAULTS, 0.0)
+    times = Counter[str]()
     for number in range(count):
         output, new = tmp_path / f"{number}" / "out", tmp_path / f"{number}" / "new"
         shutil.copytree(whole, output)
@@ -225,18 +236,27 @@ def fuzz(whole: Path, tmp_path: Path, count: int, seed: int) -> None:
         act(output / file, chance)
         what = f"{file}, {act.__name__} {number} of seed {seed}"
         # Pictures take a second: of some folders, those whose run.json the page shows among them.
+        begun = time.monotonic()
         told += bool(run_all(output, new, what, whole_report=number % 12 == 11))
         assert (output / "notes.txt").read_text() == "mine"
         shutil.rmtree(output.parent)
+        times[act.__name__] += 1
+        slowest[act.__name__] = max(slowest[act.__name__], time.monotonic() - begun)
     assert told > count / 4  # it was noticed, often
+    for name, fault in FAULTS.items():
+        if times[name]:
+            injected = Injection(
+                group="damaged folder", fault=fault, times=times[name], slowest=slowest[name]
+            )
+            ledger.add(injected)
 
 
-def test_some_dozen_damaged_folders(whole: Path, tmp_path: Path) -> None:
-    fuzz(whole, tmp_path, 12, seed=1)
+def test_some_dozen_damaged_folders(whole: Path, tmp_path: Path, ledger: Ledger) -> None:
+    fuzz(whole, tmp_path, 12, seed=1, ledger=ledger)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 6))
-def test_many_damaged_folders(whole: Path, tmp_path: Path, seed: int) -> None:
-    fuzz(whole, tmp_path, 400, seed)
+def test_many_damaged_folders(whole: Path, tmp_path: Path, seed: int, ledger: Ledger) -> None:
+    fuzz(whole, tmp_path, 200, seed, ledger)

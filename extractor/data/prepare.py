@@ -130,11 +130,10 @@ def _clock(output: Path, kept: Sequence[PreparedStore]) -> Clock:
     """The day on which the folder's first rows were prepared, where their template prints it; else
     today. A run remembers it when what was prepared for it is gone."""
     days = [store.parts.get("date") for store in kept]
-    with contextlib.suppress(
-        UsageError, RunError
-    ):  # whoever continues the folder says what is damaged
-        run = run_file.newest(output)
-        days.append(run.parts.get("data: date") if run else None)
+    for path in run_file.paths(output):
+        with contextlib.suppress(UsageError, RunError):  # who goes on there says what is damaged
+            run = run_file.read(path)
+            days.append(run.parts.get("data: date") if run else None)
     for day in filter(None, days):
         with contextlib.suppress(ValueError, TypeError):
             return Clock(day)

@@ -478,3 +478,20 @@ def test_rows_that_are_switched_off_are_no_bad_rows(run: Run, tmp_path: Path) ->
     data.write_bytes(GOOD + off)
     store = run(data)
     assert store.rows.tolist() == [0] and store.rejects[0].reason == "switched_off"
+
+
+def test_the_process_that_runs_templates_is_bounded(run: Run, tmp_path: Path) -> None:
+    """The memory that this one asks for is never given, so that the test takes none either."""
+    grow = (
+        "{%- if 'BOOM' in messages[0].content %}{{ 'x' * (messages|length * 10**9) }}{% endif -%}"
+    )
+    template = tmp_path / "grow.jinja"
+    chatml = Path(__file__).parents[2] / "data/templates/chatml.jinja"
+    template.write_text(grow + chatml.read_text())
+    data = tmp_path / "a.jsonl"
+    boom = json.dumps(chat(("user", "BOOM"), ("assistant", "a"), id="b")).encode() + b"\n"
+    data.write_bytes(GOOD + boom + GOOD)
+    store = run(data, bad_rows="skip", chat_template=template)
+    assert store.rows.tolist() == [0, 2]
+    (reject,) = store.rejects
+    assert (reject.id, reject.reason) == ("b", "too_large") and "more memory" in reject.detail

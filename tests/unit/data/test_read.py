@@ -249,3 +249,20 @@ def test_nulls_of_arrow_are_missing_keys(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     del rows[0]["note"]
     assert parsed(read(tmp_path / "a.parquet")) == rows
+
+
+@pytest.mark.parametrize("verb", ["extract", "prepare", "show"])
+def test_a_verb_that_is_given_a_wrong_name_answers_before_it_imports(
+    verb: str, tmp_path: Path
+) -> None:
+    flags = ["nosuchfile"] if verb == "show" else ["--data=nosuchfile", f"--output={tmp_path}/out"]
+    code = (
+        "import sys\nfrom extractor import cli\ntry:\n    cli.main(sys.argv[1:])\n"
+        "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, verb, "--model=nowhere", *flags],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["2", "False"]
+    assert done.stderr == "extractor: --data nosuchfile: no such file or folder\n"

@@ -115,7 +115,8 @@ def test_no_rank_0(
     assert "rank 1 waits for the store of rank 0" in capsys.readouterr().err
 
 
-def test_no_rank_0_and_a_signal(nobody: Place) -> None:
+def test_no_rank_0_and_a_signal(nobody: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "HOST_SECONDS", 2.0)
     with pytest.raises(Stopped):
         World(nobody, stopping=lambda: True)
 

@@ -40,7 +40,9 @@ class FolderLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._descriptor = os.open(self._path, flags, 0o644)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            raise RunError(f"{printable(str(self._path))}: is no regular file: remove it")
+            raise RunError(
+                f"{printable(str(self._path))}: is a FIFO or a device, no regular file: remove it"
+            )
 
     def undo(self) -> None:
         """Nothing came of it: leave no folder that was not there before, unless it is in use."""

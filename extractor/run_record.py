@@ -20,7 +20,12 @@ from extractor.model import ModelSpec
 from extractor.run_file import Run, RunModel, World
 from extractor.topology import Place
 
-RUN_ID = secrets.token_hex(8)  # of this process, so that it knows its own record
+_SALT = secrets.token_hex(8)
+
+
+def run_id() -> str:
+    """Of this process and no other, a forked one neither, so that it knows its own record."""
+    return f"{_SALT}-{os.getpid():x}"
 
 
 def run_path(config: ExtractConfig) -> Path:
@@ -47,7 +52,7 @@ def describe(
         status="running",
         fingerprint=fingerprint.digest(parts),
         parts=parts,
-        run_id=RUN_ID,
+        run_id=run_id(),
         config={k: str(v) if isinstance(v, Path) else v for k, v in values.items()},
         argv=tuple(invocation()),
         layers=tuple(layout.stored),
@@ -115,12 +120,12 @@ def ended(before: Run | None, status: str, reason: str) -> Run:
     """This run's record as it ends. before: the file's record; of an earlier run's, this one has only
     what holds for the folder."""
     error = reason or None
-    if before is not None and before.run_id == RUN_ID:
+    if before is not None and before.run_id == run_id():
         return run_file.replace(before, status=status, finished=now(), error=error)
     blank = Run(fingerprint="") if before is None else before.of_folder()
     own = run_file.replace(
         blank,
-        run_id=RUN_ID,
+        run_id=run_id(),
         status=status,
         argv=tuple(invocation()),
         started=_began(),

@@ -107,6 +107,23 @@ def test_files_that_lead_elsewhere(bench: Bench, name: str) -> None:
         assert f"errno {40}" in run.output(0), run.output()
 
 
+@pytest.mark.parametrize("name", ["run.json", "journal/0000.jsonl", ".lock"])
+def test_a_fifo_hangs_nobody(bench: Bench, name: str) -> None:
+    """And a sample's is replaced."""
+    assert bench.run().code == 0
+    sample = folder.samples(bench.output)[7]
+    for path in (sample, bench.output / name):
+        path.unlink()
+        os.mkfifo(path)
+    run = bench.run()
+    assert run.codes()[0] in (1, 2), run.output()
+    assert "FIFO" in run.output(0) and name in run.output(0), run.output()
+    (bench.output / name).unlink()
+    if name == ".lock":
+        assert bench.run().code == 0
+        folder.assert_complete(bench.output, bench.data, STATES)
+
+
 def test_lying_config(bench: Bench) -> None:
     """A config of another shape than the folder's run was made with is another model."""
     assert bench.run().code == 0

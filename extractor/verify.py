@@ -50,7 +50,7 @@ class VerifyConfig:
     """Of the choice."""
     model: Place | None = None
     """The checkpoint; default: the path that run.json remembers."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where layers run, one at a time; auto takes CUDA when there is one."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""

@@ -60,6 +60,7 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "writers": (1, 1),
     "host_memory": (1.5, 1.5),
     "self_check": (False, False),
+    "layer_proof": (False, False),
     "dry_run": (True, True),
     "json": (True, True),
     "tokens_per_second": (1e4, 1e4),

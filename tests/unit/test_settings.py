@@ -17,6 +17,7 @@ from extractor.engine.base import EngineOptions
 from extractor.engine.sglang import SGLangEngine
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
+from extractor.run_file import Run
 from extractor.topology import Place
 from tests.support.fake_engine import make_model
 
@@ -196,7 +197,8 @@ OLD = {"model": "m", "dtype": "bfloat16"}
 def named(
     then: dict[str, str], now: dict[str, str], run: dict[str, Any] | None = None
 ) -> list[str]:
-    before = fingerprint.parts_of_run({"parts": then, **(run or {})}, now, settings.given_then)
+    record = Run(fingerprint="0", parts=then, **(run or {}))
+    before = fingerprint.parts_of_run(record, now, settings.given_then)
     return fingerprint.changes(before, now)
 
 

@@ -55,12 +55,16 @@ def written(model: Path) -> list[tuple[Sample, Tensors]]:
 
 
 def folder(
-    path: Path, model: Path, written: list[tuple[Sample, Tensors]], edit: Edit = dict
+    path: Path,
+    model: Path,
+    written: list[tuple[Sample, Tensors]],
+    edit: Edit = dict,
+    other: Edit = dict,
 ) -> Path:
-    """An output folder of these samples; row 1 went through edit first."""
+    """An output folder of these samples; row 1 went through edit first, row 0 through other."""
     journal = Journal(path / "journal/0000.jsonl")
     for sample, states in written:
-        kept = edit(states) if sample.row == 1 else states
+        kept = edit(states) if sample.row == 1 else other(states)
         tensors = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
         topk = {name: kept[name] for name in (LOGPROBS, IDS) if name in kept}
         tensors |= {f"hidden_states.{n}": kept[n].contiguous() for n in kept if n not in topk}
@@ -72,7 +76,14 @@ def folder(
         journal.finished(sample, write_whole(file, parts, sync=False))
     journal.close()
     shape = RunModel(path=str(model), num_layers=30, hidden_size=576, vocab_size=49152)
-    run = Run(fingerprint="0", layers=NAMES, dtype="bfloat16", model=shape)
+    topk = edit(written[1][1]).get(IDS) if written else None
+    run = Run(
+        fingerprint="0",
+        layers=NAMES,
+        dtype="bfloat16",
+        model=shape,
+        topk_logits=0 if topk is None else topk.shape[1],
+    )
     run_file.write(path / run_file.RUN, run)
     return path
 
@@ -182,14 +193,19 @@ def test_topk(
     off: int,
     verdict: str,
 ) -> None:
-    code = verify(
-        [str(folder(tmp_path, model, written, lambda x: with_topk(model, x, shift, off)))]
+    output = folder(
+        tmp_path,
+        model,
+        written,
+        lambda x: with_topk(model, x, shift, off),
+        lambda x: with_topk(model, x, 0, 0),
     )
+    code = verify([str(output)])
     found = verdicts(capsys.readouterr().out)
     assert found.pop(("000000001", "topk")) == verdict
     assert code == (verdict != "ok") and set(found.values()) == {"ok"}
 
 
-def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_samples_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(UsageError, match="no finished samples"):
-        verify([str(tmp_path)])
+        verify([str(folder(tmp_path, model, []))])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from extractor.reference import Reference
 from tests.support import folder
 from tests.support.launch import extract
+from tests.support.reference import Reference
 
 TRAINED = 64
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from extractor.reference import Reference
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.faults import PROCESSES, Fault
 from tests.support.launch import extract
 from tests.support.ledger import Injection, Ledger
+from tests.support.reference import Reference
 
 POISON = 1234
 

@@ -29,25 +29,27 @@ import torch
 
 from benchmarks.shapes import SHAPES, lengths, write_rows, write_shape
 from benchmarks.timed import TimedEngine
-from extractor import memory, plan
 from extractor.config import ExtractConfig
-from extractor.data.store import PreparedStore
-from extractor.dry_run import weight_bytes
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Engine
 from extractor.layouts import Layout
-from extractor.memory import Budget
 from extractor.model import ModelSpec
-from extractor.plan import Plan
-from extractor.pump import Writing, follow, write_batches
+from extractor.plan import batches as plan
+from extractor.plan import budget as memory
+from extractor.plan.batches import Plan
+from extractor.plan.budget import Budget
+from extractor.plan.dry_run import weight_bytes
+from extractor.plan.request import Wanted
+from extractor.prepared.store import PreparedStore
+from extractor.ranks.place import Place
+from extractor.ranks.signals import StopSignals
+from extractor.ranks.watch import Watch
+from extractor.ranks.world import World
 from extractor.records import Batch, CapturedBatch
-from extractor.ring import HostRing
-from extractor.signals import StopSignals
+from extractor.run.loop import Writing, follow, write_batches
 from extractor.states import States
-from extractor.topology import Place, World
-from extractor.transfer import Stager
-from extractor.wanted import Wanted
-from extractor.watch import Watch
+from extractor.write.buffers import HostRing
+from extractor.write.staging import Stager
 
 
 def main() -> None:

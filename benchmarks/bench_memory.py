@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.children import Child, extract, last_words
 from benchmarks.shapes import SHAPES, model_folder, write_rows, write_shape
-from extractor.pump import resident_bytes
+from extractor.run.meter import resident_bytes
 
 
 def main() -> None:

@@ -26,10 +26,11 @@ from extractor.engine import compat
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import EngineOptions
 from extractor.model import ModelSpec
+from extractor.ranks.place import Place
+from extractor.ranks.world import World
 from extractor.records import Batch
-from extractor.reference import median
 from extractor.states import States
-from extractor.topology import Place, World
+from extractor.verbs.reference import median
 
 # rows of tokens x columns x depth, groups of row blocks, warps, stages
 TILES = [

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from extractor import plan
-from extractor.journal import JOURNAL, find_done
-from extractor.store import json_line, sample_path
+from extractor.files import json_line
+from extractor.layouts.base import sample_path
+from extractor.output.done import find_done
+from extractor.output.journal import JOURNAL
+from extractor.plan import batches as plan
 
 
 def plan_batches(samples: int) -> dict[str, float]:

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from extractor.config import DataConfig
-from extractor.data.prepare import prepare
-from extractor.data.store import PreparedStore
 from extractor.model import ModelSpec
+from extractor.prepared.store import PreparedStore
+from extractor.rows.prepare import prepare
 
 WORDS = [
     "the", "a", "model", "state", "hidden", "layer", "token", "of", "and", "to", "in", "that",

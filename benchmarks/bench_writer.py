@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.durability import HIDDEN, STATES, write
-from extractor.memory import RING_SLOTS
-from extractor.store import sample_path
+from extractor.layouts.base import sample_path
+from extractor.plan.budget import RING_SLOTS
 
 BATCH_TOKENS = 16384  # what a pass of the engine leaves, whatever the length of its samples
 

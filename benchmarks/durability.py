@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from extractor.files import Durability
-from extractor.journal import JOURNAL, Journal
 from extractor.layouts.native import Native
+from extractor.output.journal import JOURNAL, Journal
 from extractor.records import Batch, Sample
-from extractor.ring import HostRing
-from extractor.transfer import StagedBatch
-from extractor.writer import Writer
+from extractor.write.buffers import HostRing
+from extractor.write.staging import StagedBatch
+from extractor.write.writer import Writer
 
 HIDDEN, STATES, BATCH = 1024, ("1", "2", "4", "final"), 32
 MODES: tuple[Durability, ...] = ("none", "group", "file")

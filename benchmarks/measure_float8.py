@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from extractor.dataset import HiddenStates
-from extractor.layout import FP8, Plane, encode
-from extractor.reader import unscale
+from extractor.layouts.planes import FP8, Plane, encode
+from extractor.layouts.safetensors import unscale
 
 
 def coded(value: torch.Tensor) -> torch.Tensor:

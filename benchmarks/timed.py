@@ -14,16 +14,16 @@ from typing import Any, cast
 
 import torch
 
-from extractor import pipeline
 from extractor.cli import outcome
 from extractor.engine import sglang as engine_sglang
 from extractor.engine.base import Engine, EngineInfo, EngineOptions
+from extractor.engine.selfcheck import SelfCheck
 from extractor.model import ModelSpec
+from extractor.ranks.place import Place
+from extractor.ranks.signals import StopSignals
 from extractor.records import Batch, CapturedBatch
-from extractor.selfcheck import SelfCheck
-from extractor.signals import StopSignals
+from extractor.run import extract
 from extractor.states import States
-from extractor.topology import Place
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def main() -> None:
     flag, folder, *argv = sys.argv[1:]
     assert flag == "--marks", flag
     backend, stop = TimedBackend(), StopSignals()
-    code = outcome(lambda: pipeline.extract(argv, backend=backend, stop=stop))
+    code = outcome(lambda: extract.extract(argv, backend=backend, stop=stop))
     if backend.engine is not None:
         marks = backend.engine.marks(int(os.environ.get("RANK", "0")))
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from extractor.config import DataConfig
-from extractor.data.show import show
+from extractor.verbs.show import show_row
 
 PICTURE = Path(__file__).parent / "pictures" / "show.svg"
 WIDTH = 92
@@ -31,7 +31,7 @@ def main() -> None:
     command = f"$ extractor show {Path(rows).name} --model {Path(model).name} --row {row}"
     lines = [command]
     config = DataConfig(model=model, data=(rows,), output=Path("unused"), bad_rows="skip")
-    show(rows, row, write=lines.append, config=config)
+    show_row(rows, row, write=lines.append, config=config)
     console = Console(record=True, width=WIDTH, force_terminal=True, file=io.StringIO())
     for line in lines:
         console.print(Text.from_ansi(line.replace(f"{Path(rows).parent}/", "")))

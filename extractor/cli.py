@@ -19,7 +19,7 @@ from extractor.errors import (
     SharedUsageError,
     UsageError,
 )
-from extractor.signals import Stopped, StopSignals
+from extractor.ranks.signals import Stopped, StopSignals
 from extractor.terminal import complain, discard, prepare_streams, reader_is_gone
 from extractor.torchrun import Launch, has_recorded, is_first_here, record_error, record_line
 from extractor.values import nearest
@@ -33,9 +33,11 @@ VERBS = {
     "convert": "a folder again in another project's file format, or back",
     "report": "a page with pictures of what a folder holds and how it was made",
 }
+
 # How long a rank that has nothing of its own to say waits for the one that has. torchrun ends all
 # ranks when one has left, and its report is of those that left first.
 FIRST_WORD_SECONDS = 5.0
+
 # What torchrun's report ends with where the end is no error.
 ENDS = {
     EXIT_REJECTS: "done, but rows were rejected that nobody allowed for: rejects.jsonl names them",
@@ -151,19 +153,19 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb == "show":
         return _show(arguments)
     if verb == "verify":
-        from extractor.verify import verify  # noqa: PLC0415
+        from extractor.verbs.verify import verify  # noqa: PLC0415
 
         return verify(arguments)
     if verb == "convert":
-        from extractor.convert import convert  # noqa: PLC0415
+        from extractor.verbs.convert import convert  # noqa: PLC0415
 
         return convert(arguments)
     if verb == "report":
-        from extractor.report import report  # noqa: PLC0415
+        from extractor.verbs.report import report  # noqa: PLC0415
 
         return report(arguments)
     if verb == "check":
-        from extractor.check import check  # noqa: PLC0415
+        from extractor.verbs.check import check  # noqa: PLC0415
 
         return check(arguments)
     raise AssertionError(verb)
@@ -176,7 +178,7 @@ def _extract(arguments: list[str]) -> int:
     config = read_extract(arguments)
     if Launch.from_environment().rank == 0:  # who alone reads rows, and may alone have them
         _check_names(config.data)
-    from extractor.pipeline import run  # noqa: PLC0415
+    from extractor.run.extract import run  # noqa: PLC0415
 
     return run(config, stop=stop)
 
@@ -184,7 +186,7 @@ def _extract(arguments: list[str]) -> int:
 def _prepare(arguments: list[str]) -> int:
     config = parse(PrepareConfig, arguments, "extractor prepare")
     _check_names(config.data)
-    from extractor.prepare_verb import prepare  # noqa: PLC0415
+    from extractor.verbs.prepare import prepare  # noqa: PLC0415
 
     return prepare(config)
 
@@ -193,14 +195,14 @@ def _show(arguments: list[str]) -> int:
     config = parse(ShowConfig, arguments, "extractor show")
     if not Path(config.target).expanduser().exists():
         _check_names([config.target])
-    from extractor.prepare_verb import show  # noqa: PLC0415
+    from extractor.verbs.show import show  # noqa: PLC0415
 
     return show(config)
 
 
 def _check_names(data: Sequence[str]) -> None:
     """A mistyped name is told before imports that take seconds."""
-    from extractor.data.read import check_names  # noqa: PLC0415
+    from extractor.rows.read import check_names  # noqa: PLC0415
 
     check_names(data)
 

@@ -25,6 +25,7 @@ from extractor.values import WrongValue, bare, decode, flag, from_word, hints, n
 
 C = TypeVar("C")
 CONFIG = "--config"
+
 # Flags that take KEY=VALUE: of the file and the command line together, the later one of a key counts.
 PAIRS = ("sglang", "template_arg")
 
@@ -60,8 +61,6 @@ def read(kind: type[C], argv: Sequence[str], prog: str, shared: type) -> C:
 
 
 # The command line ----------------------------------------------------------------------------------
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(_plain_words(message))
@@ -136,8 +135,6 @@ def _given(name: str, hint: Any, words: str | list[str] | bool) -> "Given":
 
 
 # The file --------------------------------------------------------------------------------------------
-
-
 def _one_file(files: Sequence[str]) -> Path:
     if len(files) > 1:
         raise UsageError(f"{CONFIG} is given {len(files)} times: wanted one file")
@@ -169,8 +166,6 @@ def _from_file(kind: type, file: Path, prog: str, shared: type) -> dict[str, Any
 
 
 # Both ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Given:
     """A field's value before it is held to its type, and how a message calls it and shows it."""

@@ -120,8 +120,12 @@ def _add(tag: str, pattern: str, read: Callable[[str], Any]) -> None:
 
 
 _add("null", "~|null|", lambda _: None)
+
 _add("bool", "true|false", lambda text: {"true": True, "false": False}.get(text, text))
+
 _add("int", WHOLE.pattern, number)
+
 _add("float", FRACTION.pattern, number)
+
 for _tag in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map", None):
     _Strict.yaml_constructors[_tag] = yaml.SafeLoader.yaml_constructors[_tag]

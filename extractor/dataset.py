@@ -23,18 +23,19 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from extractor import pages, run_file
+from extractor import pages
 from extractor.errors import UsageError
-from extractor.journal import Entry, read_entries
+from extractor.layouts.base import Damaged, sample_path
+from extractor.layouts.safetensors import MappedSample, check_bytes, map_sample, state_of
+from extractor.output import run_json
+from extractor.output.folder import refuse_links
+from extractor.output.journal import read_entries
+from extractor.output.run_json import Run
 from extractor.printable import printable
-from extractor.reader import Damaged, MappedSample, check_bytes, map_sample, state_of
-from extractor.run_file import Run
-from extractor.store import refuse_links, sample_path
-from extractor.topk import IDS, LOGPROBS
+from extractor.records import IDS, LOGPROBS, Entry
 
 PREFIX = "hidden_states."
 HUGE = 32 << 20  # glibc keeps and reuses blocks up to this size (mallopt's M_MMAP_THRESHOLD)
-
 Item = dict[str, Any]
 
 
@@ -76,7 +77,7 @@ class HiddenStates(Dataset[Item]):
     ) -> None:
         self.output = Path(output)
         run = _read_run(self.output)
-        self.run = run_file.as_json(run)
+        self.run = run_json.as_json(run)
         self.states = _choose(run.layers, states)
         self.dtype, self.max_tokens, self.verify = dtype, max_tokens, verify
         self.topk: int = run.topk_logits if topk else 0
@@ -177,7 +178,7 @@ class HiddenStates(Dataset[Item]):
 
 def _read_run(output: Path) -> Run:
     refuse_links(output)
-    run = run_file.find(output, follow=True)
+    run = run_json.find(output, follow=True)
     if run.layout != "native":
         raise UsageError(
             f"{output} is in the layout of {printable(run.layout)}: read it with that project, or "

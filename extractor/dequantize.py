@@ -19,6 +19,7 @@ from compressed_tensors.compressors.pack_quantized import unpack_from_int32
 
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 BLOCK_SCALE, SCALE, PACKED = ".weight_scale_inv", ".weight_scale", ".weight_packed"
+
 # Beside a matrix, and not needed for its values: its shape, and scales of a layer's inputs.
 BESIDE = (".weight_shape", ".input_scale", ".k_scale", ".v_scale", ".input_global_scale")
 

@@ -1,10 +1,11 @@
 """A file that appears whole or not at all: written under a temporary name, then renamed.
 
-Nothing but the standard library and a hash is imported: a writer process starts with this.
+Little is imported, because a worker process starts with this: the standard library, a hash, msgspec.
 """
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import secrets
@@ -12,13 +13,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
 import xxhash
 
 TEMPORARY = ".tmp"
+
 # Bytes and parts that are hashed, and then written while a core's cache still has them (Linux takes 1024
 # parts).
 PIECE, MOST_PARTS = 256 << 10, 64
-
 Durability = Literal["none", "file", "group"]
 
 # Jobs of an array write run.json's kin and rejects.jsonl from several machines, and processes come and
@@ -220,3 +222,25 @@ def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> int:
             return size
         pending[0] = pending[0][written:]
         written = os.writev(descriptor, pending)
+
+
+def compact_json(value: object) -> bytes:
+    """JSON without spaces, of text, whole numbers, lists and dicts; half a surrogate pair, which has no
+    UTF-8, as its escape."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def json_line(value: object) -> bytes:
+    """One line of JSON, readable, whatever text is in it: half a surrogate pair, which has no UTF-8,
+    becomes its JSON escape."""
+    return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def write_json(path: Path, value: object) -> None:
+    """A small JSON file that appears whole, on disk before it has its name."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    # Half a surrogate pair, as in the name of a file that is not UTF-8, becomes its JSON escape.
+    write_whole(path, [text.encode("utf-8", "backslashreplace")], sync=True)

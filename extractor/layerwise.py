@@ -386,8 +386,6 @@ def _with_state(given: tuple[Any, ...], named: dict[str, Any], state: torch.Tens
 
 
 # Weights --------------------------------------------------------------------------------------------
-
-
 class _Loader:
     """Fills parameters of a model from a checkpoint by transformers' own conversion rules."""
 

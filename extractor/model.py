@@ -35,16 +35,19 @@ OTHER_NAMES = {
     ),
     "vocab_size": ("padded_vocab_size",),
 }  # fmt: skip
+
 # SGLang takes the first of these that a config has for its context, and runs nothing longer.
 CONTEXT_NAMES = (
     "max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings",
 )  # fmt: skip
 NO_CONTEXT = 2048
 """What SGLang takes where a config has none of CONTEXT_NAMES."""
+
 # Files beside config.json in which quantizers say what they did.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 NO_KEYS = frozenset({"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"})
 """Layers, by their name in layer_types, that keep no keys and values of each token."""
+
 MOST = 1 << 31
 """No shape is as large."""
 
@@ -153,8 +156,6 @@ def local_path(model: str) -> Path:
 
 
 # config.json --------------------------------------------------------------------------------------
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         raise ConfigError(f"is no file in {path}")
@@ -362,8 +363,6 @@ def _served_dtype(text: Any, outer: Any) -> str:
 
 
 # Weights ------------------------------------------------------------------------------------------
-
-
 def weight_files(path: Path) -> list[Path]:
     """The checkpoint's weight files, in name order; safetensors alone when there are any."""
     for patterns in (("*.safetensors",), WEIGHT_PATTERNS):

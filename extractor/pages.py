@@ -9,11 +9,13 @@ import os
 import weakref
 
 logger = logging.getLogger(__name__)
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 NEVER = -1
+
 # Releases of glibc that follow mallopt(3) to the letter allow the second at most.
 LARGEST_FROM_HEAP = (1 << 30, 32 << 20)
+
+GIB = 1 << 30
 
 
 def keep_heap() -> None:

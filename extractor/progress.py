@@ -1,5 +1,6 @@
 """What a person sees: one line that moves on a terminal, plain lines now and then elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -68,31 +69,18 @@ class ProgressLine:
             self._bar.close()
 
 
-class Timeline:
-    """How far a replica was at which time, for run.json and the report's picture: a light list.
+def size(count: float) -> str:
+    """Bytes as people say them: 1.50 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    raise AssertionError
 
-    It keeps at most `most` points, evenly spread: when there are more, every other one goes, and from
-    then on only half as many are taken. The last one is always kept."""
 
-    FIELDS = ("seconds", "tokens", "bytes", "data", "disk", "model")
-
-    def __init__(self, most: int = 200) -> None:
-        self._most, self._every = most, 0.0
-        self._points: list[tuple[float, ...]] = []
-        self._last: tuple[float, ...] | None = None
-
-    def note(self, seconds: float, tokens: int, nbytes: int, *waits: float) -> None:
-        """All counts since the start; waits for data, disk and the model, in seconds."""
-        self._last = (round(seconds, 3), tokens, nbytes, *(round(wait, 3) for wait in waits))
-        if self._points and seconds - self._points[-1][0] < self._every:
-            return
-        self._points.append(self._last)
-        if len(self._points) >= self._most:
-            self._points = self._points[::2]
-            self._every = max(2 * self._every, 2 * seconds / self._most)
-
-    @property
-    def points(self) -> list[list[float]]:
-        """Points in order, each with FIELDS."""
-        tail = [self._last] if self._last and self._last not in self._points[-1:] else []
-        return [list(point) for point in [*self._points, *tail]]
+def duration(seconds: float) -> str:
+    hours, rest = divmod(math.ceil(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {left:02} s" if minutes else f"{left} s"

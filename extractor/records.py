@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
+import msgspec
 import torch
+
+LOGPROBS, IDS = "topk_logprobs", "topk_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +117,7 @@ class CapturedBatch:
     Attributes:
         states: name ("embed", "0".."n-1", "final") to [batch.num_tokens, hidden], in the model's
             dtype, on the device that computed it. Where they were asked for, also "topk_logprobs"
-            float32 and "topk_ids" int32, [batch.num_tokens, K] (extractor/topk.py).
+            float32 and "topk_ids" int32, [batch.num_tokens, K] (extractor/engine/topk.py).
     """
 
     batch: Batch
@@ -124,3 +128,25 @@ class CapturedBatch:
             assert state.dim() == 2 and len(state) == self.batch.num_tokens, (
                 f"state {name} has shape {tuple(state.shape)} for {self.batch}"
             )
+
+
+class Entry(msgspec.Struct, frozen=True, rename={"size": "bytes"}):
+    """A journal line: a finished sample, or (reject set) one that this run had to leave out."""
+
+    row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 47)]  # row and turn make one key of 64 bits
+    turn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 15)]
+    size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    xxh3: str = ""
+    reject: Reject | None = None
+    tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a reject of another sample than the line's."""
+        if self.reject is not None and (self.reject.row, self.reject.turn) != self.key:
+            raise ValueError("the reject is of another row")
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(row, turn)."""
+        return self.row, self.turn

@@ -18,7 +18,6 @@ from extractor.errors import RunError
 from extractor.printable import printable
 
 MOST_BYTES = 1 << 30  # of a file that is read as a whole; those of a run hold kilobytes
-
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),

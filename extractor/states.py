@@ -11,6 +11,7 @@ from typing import Any
 from extractor.errors import UsageError
 
 EMBED, FINAL = "embed", "final"
+
 # What drafters' configs call their target's layers: EAGLE-3 of SpecForge and ModelOpt, DFlash of z-lab,
 # speculators.
 DRAFTER_KEYS = (

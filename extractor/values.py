@@ -23,6 +23,7 @@ from extractor.printable import printable
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+
 # A path, or a name on the hub.
 Place = Annotated[str, msgspec.Meta(min_length=1, extra={"path": True})]
 KeyValue = Annotated[str, msgspec.Meta(pattern=r"^\s*[^=\s][^=]*=", extra={"words": "KEY=VALUE"})]

@@ -18,7 +18,7 @@ if [ "${EXTRACTOR_SGLANG:-$newest}" != "$newest" ]; then
     export EXTRACTOR_VENV="${EXTRACTOR_VENV:-.venv}-$EXTRACTOR_SGLANG"
     source launch/environment.sh test,demo,report
     if [ $# -eq 0 ]; then
-        set -- tests/unit/test_compat.py tests/unit/test_capture.py tests/unit/test_selfcheck.py \
+        set -- tests/unit/engine/test_compat.py tests/unit/engine/test_capture.py tests/unit/engine/test_selfcheck.py \
             tests/integration/test_parity.py -k "not test_families or qwen3 or dsv3" \
             -m "not gpu and not multi_gpu and not slow"
     fi

@@ -7,11 +7,14 @@ from typing import Any, Protocol
 import torch
 
 from extractor.engine.layer_proof import LayerProof
+from extractor.engine.selfcheck import SelfCheck
 from extractor.model import ModelSpec
+from extractor.ranks.place import Place
 from extractor.records import Batch, CapturedBatch
-from extractor.selfcheck import SelfCheck
 from extractor.states import States
-from extractor.topology import Place
+
+CHUNK_BYTES = 128 << 20
+"""Of the logits that are there at a time, in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

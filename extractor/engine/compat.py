@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from extractor.errors import UsageError
-from extractor.topology import Place
+from extractor.ranks.place import Place
 
 FIRST, LAST = (0, 5, 17), (0, 5, 23)
 _NO_PS_SINCE = (0, 5, 21)
@@ -35,7 +35,6 @@ _DCP_BY_RANK_SINCE = (0, 5, 18)
 _FLAGS_PUBLISHED_SINCE = (0, 5, 19)
 _POOLS_BY_PLATFORM_UNTIL = (0, 5, 21)
 _NCCL_ON_CPU_UNTIL = (0, 5, 22)
-
 SUPPORTED_TABLE = """\
   sglang           torch
   0.5.17           2.11
@@ -125,8 +124,6 @@ def import_all() -> None:
 
 
 # Server arguments ---------------------------------------------------------------------------------
-
-
 def typed_args(user: Mapping[str, str]) -> dict[str, Any]:
     """The user's --sglang KEY=VALUE as values of ServerArgs' own types.
 
@@ -203,8 +200,6 @@ def prepare_fusion(runner: Any, args: Any) -> str:
 
 
 # Keys and values that nobody reads ------------------------------------------------------------------
-
-
 def can_skip_kv(runner: Any) -> bool:
     """Whether the attention backend can read a pass's keys and values where the layer made them: FA3's
     own path for embedding models, which latent and local attention and a pool of another dtype do not
@@ -229,6 +224,7 @@ def skip_kv(runner: Any, whole: bool) -> None:
 
 # Shared memory of a Hopper GPU in bytes: a smaller one may be too small for the tile.
 SHARED_MEMORY = 227 * 1024
+
 # Rows of tokens that meet an expert, from which EXPERT_TILE was measured to be the faster.
 EXPERT_ROWS = 256
 EXPERT_TILE = {
@@ -271,8 +267,6 @@ def expert_tile(config: dict[str, int] | None) -> contextlib.AbstractContextMana
 
 
 # The runner ---------------------------------------------------------------------------------------
-
-
 def allow_attention_backend(name: str) -> None:
     """Let ServerArgs accept the CPU platform's own attention backend by name."""
     symbol("sglang.srt.server_args", "add_attention_backend_choices")([name])
@@ -399,8 +393,6 @@ def _parallel_state(args: Any, tp_rank: int, gpu_id: int) -> Any:
 
 
 # One forward --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def forward_scope(runner: Any, forward_batch: Any) -> Iterator[None]:
     """What a model's layers find around them during a forward: the attention backend, by context."""
@@ -478,8 +470,6 @@ def bind_cores(cores: Sequence[int], place: Place) -> None:
 
 
 # The CPU platform's memory pools ------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PoolClasses:
     mha: type

@@ -22,11 +22,12 @@ import torch
 
 from extractor.errors import RunError
 from extractor.layerwise import LayerByLayer, NoReference
-from extractor.memory import available_host_bytes
 from extractor.model import ModelSpec
+from extractor.plan.budget import available_host_bytes
 from extractor.states import EMBED, FINAL
 
 FACTOR = 2.0
+
 # What is never asked for, by what the engine computes in: less than this is no difference.
 FLOOR = {torch.float32: 0.002, torch.bfloat16: 0.02, torch.float16: 0.02}
 FLOOR_QUANTIZED = 0.15  # inputs of layers are quantized too, in groups of the kernel's own
@@ -37,7 +38,6 @@ BLOCK, BLOCKS = 8, 8  # least tokens of a block; most blocks of a sample
 MOST_ATTENTION_BYTES = 8 << 30  # of scores that transformers may hold at a time
 MOST_EMBEDDING_BYTES = 4 << 30
 GIB = 1 << 30
-
 States = Mapping[str, torch.Tensor]
 
 

@@ -61,7 +61,7 @@ HARMLESS: dict[str, str] = {
     "crash_dump_folder": _SAID,
 }
 
-# The engine gives these another value than SGLang's default (engine/sglang.py), so that one who gives
+# The engine gives these another value than SGLang's default (sglang.py), so that one who gives
 # the default asks for something else.
 SET_HERE = frozenset(
     {
@@ -78,8 +78,8 @@ SET_HERE = frozenset(
         "random_seed",
     }
 )
-
 _SHORT_NAMES = {"half": "float16", "float": "float32"}
+
 # The first GPUs with bfloat16; SGLang computes in float16 on older ones.
 _BFLOAT16_SINCE = 8
 

@@ -13,23 +13,24 @@ import torch
 import torch.distributed as dist
 
 from extractor import pages
-from extractor.capture import Capture, find_backbone
 from extractor.checkpoint import check_files
-from extractor.engine import compat, cpu_platform
+from extractor.engine import compat
 from extractor.engine.base import Engine, EngineInfo, EngineOptions
+from extractor.engine.capture import Capture, find_backbone
+from extractor.engine.cpu import platform
 from extractor.engine.layer_proof import LayerProof, Limits, ProofPlan, Prover, Trial
 from extractor.engine.passes import Pass, passes_of
 from extractor.engine.rope import SampleRope, unknown_rope
+from extractor.engine.selfcheck import PROMPT_TOKENS, SelfCheck, self_check
 from extractor.engine.settings import asked_dtype, cpu_multiplies_bfloat16
 from extractor.engine.settings import numbers as numbers
 from extractor.engine.topk import TopK, watch_wrapper
 from extractor.engine.weights import WeightAudit
 from extractor.errors import RunError, UsageError
 from extractor.model import ModelSpec
+from extractor.ranks.place import Place
 from extractor.records import Batch, CapturedBatch
-from extractor.selfcheck import PROMPT_TOKENS, SelfCheck, self_check
 from extractor.states import FINAL, States
-from extractor.topology import Place
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def prepare_process(device: torch.device, place: Place, verbose: bool = False) -
         warnings.filterwarnings("ignore", module=r"sglang\.")
     if device.type != "cpu":
         return
-    cpu_platform.request()
+    platform.request()
     pages.keep_heap()  # each layer of each pass frees what the next one asks for
     cores = sorted(os.sched_getaffinity(0))
     compat.bind_cores([cores[n % len(cores)] for n in range(place.local_size)], place)
@@ -218,7 +219,7 @@ class SGLangEngine:
 
     @torch.no_grad()
     def _make_topk(self, place: Place) -> TopK:
-        """Raises RunError when this model's logits would not be its own (engine/topk.py)."""
+        """Raises RunError when this model's logits would not be its own (topk.py)."""
         ids = self._prompt()
         final = self._run(ids, (len(ids),))[FINAL].clone()
         runner = self._runner
@@ -274,7 +275,8 @@ class SGLangEngine:
         return compat.server_args(values | given)
 
     def _cpu_values(self, architecture: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        from extractor.engine.cpu_attention import ATTENTION_BACKEND, attend_as
+        from extractor.engine.cpu.attention import attend_as
+        from extractor.engine.cpu.runtime import ATTENTION_BACKEND
 
         values: dict[str, Any] = {"attention_backend": ATTENTION_BACKEND}
         if not cpu_multiplies_bfloat16():
@@ -370,7 +372,7 @@ class SGLangEngine:
 
     @torch.no_grad()
     def layer_proof(self) -> LayerProof | None:
-        """Compare a layer of each kind with transformers' (engine/layer_proof.py). All tp ranks call
+        """Compare a layer of each kind with transformers' (layer_proof.py). All tp ranks call
         it together: each runs the passes, the first one compares. Raises RunError on every rank."""
         first = self._place.tp_rank == 0
         prover = self._prover() if first else None

@@ -4,6 +4,9 @@ The wrapper's forward is not what a run calls (docs/decisions/0001-backbone-not-
 does between the backbone and the logits is reproduced here: lm_head by the logits processor's own
 method, whatever its quantization, then its scale and its soft cap. That this is all is not believed but
 seen: at start-up the wrapper runs once, on a short prompt, and must come to the same numbers.
+
+Each rank has a part of the vocabulary. It reduces its logits to K candidates and a normalizer, so that
+ranks exchange 2K+1 numbers per token and never the logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from extractor.engine import compat
+from extractor.engine.base import CHUNK_BYTES
 from extractor.errors import RunError
-from extractor.topk import CHUNK_BYTES, IDS, LOGPROBS, Candidates, Part, candidates, merge
+from extractor.records import IDS, LOGPROBS
 
 # Relative difference of the state that the wrapper's lm_head reads; of logits, over their largest.
 SAME_STATE, SAME_LOGITS = 0.01, 0.02
@@ -39,6 +43,21 @@ class Wrapper:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Which columns of a rank's logits are tokens; what lies between and behind them is padding.
+
+    Attributes:
+        spans: (first column, one past the last, id of the first), in order, without overlap.
+    """
+
+    spans: tuple[tuple[int, int, int], ...]
+
+    def __len__(self) -> int:
+        """How many tokens this rank has."""
+        return sum(end - begin for begin, end, _ in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """Of the vocabulary, what one rank's logits have.
 
@@ -51,6 +70,21 @@ class Share:
     part: Part
     columns: int
     ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Of each token the K best of one part of the vocabulary.
+
+    Attributes:
+        logits: float32 [T, K], largest first; -inf where the part has fewer tokens than K.
+        ids: int32 [T, K].
+        normalizer: float32 [T], the logsumexp of all the part's logits.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    normalizer: torch.Tensor
 
 
 class TopK:
@@ -168,3 +202,39 @@ def _unlike(name: str, what: str) -> RunError:
         f"--topk-logits: {name}'s logits are not computed here as it computes them: {what}. Nothing "
         "was written. Run without it, and compute logits from the final state (docs/formats.md)"
     )
+
+
+def candidates(logits: torch.Tensor, part: Part, k: int) -> Candidates:
+    """Of logits [T, columns] as one rank computed them. No step of it waits for the device."""
+    wide = [logits[:, begin:end].float() for begin, end, _ in part.spans]
+    rows, device = len(logits), logits.device
+    best = torch.full((rows, k), float("-inf"), dtype=torch.float32, device=device)
+    ids = torch.zeros((rows, k), dtype=torch.int32, device=device)
+    if not len(part):
+        return Candidates(best, ids, best.new_full((rows,), float("-inf")))
+    values = wide[0] if len(wide) == 1 else torch.cat(wide, dim=-1)
+    count = min(k, len(part))
+    best[:, :count], at = values.topk(count, dim=-1)
+    ids[:, :count] = _id_of(at, part).to(torch.int32)
+    return Candidates(best, ids, values.logsumexp(dim=-1))
+
+
+def _id_of(at: torch.Tensor, part: Part) -> torch.Tensor:
+    """Places among a part's tokens, its padding left out, to ids."""
+    ids, before = at, 0
+    for begin, end, first in part.spans:
+        ids = torch.where(at >= before, at - before + first, ids)
+        before += end - begin
+    return ids
+
+
+def merge(
+    logits: torch.Tensor, ids: torch.Tensor, normalizers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities float32 [T, K], largest first, and ids int32 [T, K], from the candidates of
+    all R ranks: logits and ids [R, T, K], normalizers [R, T]."""
+    _, tokens, k = logits.shape
+    values = logits.transpose(0, 1).reshape(tokens, -1)
+    best, at = values.topk(k, dim=-1)
+    chosen = ids.transpose(0, 1).reshape(tokens, -1).gather(-1, at)
+    return best - normalizers.logsumexp(dim=0).unsqueeze(-1), chosen

@@ -27,6 +27,7 @@ _MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float8_e4m3fn: (torch.uint8, 0x7F),
     torch.float8_e5m2: (torch.uint8, 0x7D),
 }
+
 # Of integers every value may be right, so a block of 16 bytes is the mark.
 _BLOCK = (0x5AC3F10E9B7D2468, 0x1D3E5F708A9BACBD)
 _PART = 1 << 26  # elements looked at together
@@ -36,6 +37,7 @@ _SHOWN = 4
 NOT_FILLED: dict[str, str] = {
     r"\.(k|v|q|prob)_scale$": "scales of a quantized key-value cache, which a checkpoint may leave out",
 }
+
 # Tensors that need not be read, and why.
 NOT_READ: dict[str, str] = {
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$": "tables that are computed",
@@ -153,8 +155,6 @@ def _is_zero_bias(name: str, tensor: torch.Tensor) -> bool:
 
 
 # Marks of parameters --------------------------------------------------------------------------------
-
-
 def _mark(data: torch.Tensor) -> torch.Tensor | None:
     """Fill a parameter with its dtype's mark, and return what to give back to a part that keeps it:
     the content of a vector, such as a norm of ones, else zeros. None for what cannot be marked."""
@@ -216,7 +216,6 @@ def _signed(kind: torch.dtype, bits: int) -> int:
 
 
 # Tensors that note their use ------------------------------------------------------------------------
-
 _LOOKS = {
     "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "requires_grad",
     "is_quantized", "size", "dim", "numel", "stride", "element_size", "nbytes", "itemsize",

@@ -13,5 +13,4 @@ from extractor.layouts.speculators import Speculators
 LAYOUTS: dict[str, type[Layout]] = {
     kind.name: kind for kind in (Native, Eagle3, DFlash, DSpark, Speculators, ModelOpt)
 }
-
 __all__ = ["LAYOUTS", "Layout", "Numbering"]

@@ -12,17 +12,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from extractor.data.vocab import TokenCounts
-from extractor.errors import UsageError
-from extractor.layout import FP8, Plane
-from extractor.reader import Damaged
-from extractor.records import Sample
+from extractor.errors import RunError, UsageError
+from extractor.layouts.planes import FP8, Blob, Plane
+from extractor.prepared.vocab import TokenCounts
+from extractor.printable import printable
+from extractor.records import IDS, LOGPROBS, Sample
 from extractor.states import FINAL, States
-from extractor.store import SAMPLES, Blob, sample_path
-from extractor.topk import IDS, LOGPROBS
 
 Parts = list[bytes | memoryview]
+
+SAMPLES = "samples"
+
 _SAMPLE = re.compile(rf"{SAMPLES}/\d{{5,15}}/(?P<row>\d{{9,15}})(?:-(?P<turn>\d{{2,5}}))?")
+
+SUFFIX = ".safetensors"
+ROWS_A_FOLDER = 1000
+
+AGAIN = "run the same extract command again, which writes it anew (docs/reliability.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +214,17 @@ def check_ids(path: Path, ids: torch.Tensor) -> int:
     if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) == 0:
         raise Damaged(path, f"has ids {ids.dtype} {list(ids.shape)}, wanted int64 [T], T >= 1")
     return len(ids)
+
+
+def sample_path(row: int, turn: int, suffix: str = SUFFIX) -> str:
+    """Relative to the output folder; from numbers only, never from a record's id."""
+    stem = f"{row:09d}" if turn == 0 else f"{row:09d}-{turn:02d}"
+    return f"{SAMPLES}/{row // ROWS_A_FOLDER:05d}/{stem}{suffix}"
+
+
+class Damaged(RunError):
+    """A sample's file that is not as it was written. what: the same without the path."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.what = printable(what)
+        super().__init__(f"{printable(str(path))}: {self.what}; {AGAIN}")

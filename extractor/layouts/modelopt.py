@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from extractor.layout import Plane
 from extractor.layouts import torchzip
 from extractor.layouts.base import (
     Layout,
@@ -22,9 +21,9 @@ from extractor.layouts.base import (
     check_plane,
     split,
 )
+from extractor.layouts.planes import Blob, Plane
 from extractor.records import Sample
 from extractor.states import States
-from extractor.store import Blob
 
 AUX, LAST = "aux_hidden_states", "hidden_states"
 

@@ -1,19 +1,19 @@
 """Our own layout: safetensors, one tensor a state, so that a reader maps only what it needs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from extractor.layout import Plane, native_planes
-from extractor.layouts.base import Loaded, check_ids, check_plane
-from extractor.layouts.framed import Framed
-from extractor.reader import map_sample, state_of
-from extractor.records import Sample
+from extractor.layouts.base import SUFFIX, Loaded, check_ids, check_plane
+from extractor.layouts.planes import FP8, Plane
+from extractor.layouts.safetensors import Framed, map_sample, state_of
+from extractor.records import IDS, LOGPROBS, Sample
 from extractor.states import States
-from extractor.store import SUFFIX, native_metadata
-from extractor.topk import IDS, LOGPROBS
+
+SCHEMA = "1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +50,32 @@ class Native(Framed):
         states = {name: state_of(file, f"hidden_states.{name}", wide) for name in self.stored}
         states |= {key: file.tensor(key) for key in (LOGPROBS, IDS) if self.topk}
         return self.loaded(path, ids, file.tensor("loss_mask"), states)
+
+
+def native_planes(
+    states: Sequence[str], hidden: int, dtype: torch.dtype, topk: int = 0
+) -> tuple[Plane, ...]:
+    """hidden_states.{name} [T, hidden] for each state, and beside it a scale when stored as float8;
+    with topk, topk_logprobs and topk_ids [T, topk]."""
+    planes: list[Plane] = []
+    for name in states:
+        key = f"hidden_states.{name}"
+        planes.append(Plane(key, (name,), dtype, hidden))
+        if dtype == FP8:
+            planes.append(Plane(f"{key}.scale", (name,), torch.float32, 0, scale_of=key))
+    if topk:
+        planes.append(Plane(LOGPROBS, (LOGPROBS,), torch.float32, topk))
+        planes.append(Plane(IDS, (IDS,), torch.int32, topk))
+    return tuple(planes)
+
+
+def native_metadata(sample: Sample, model: str, states: str) -> dict[str, str]:
+    return {
+        "schema": SCHEMA,
+        "row": str(sample.row),
+        # Readers of safetensors refuse a header with half a surrogate pair in it.
+        "id": sample.id.encode("utf-8", "backslashreplace").decode(),
+        "turn": str(sample.turn),
+        "model": model,
+        "layers": states,
+    }

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import torch
 
-from extractor.data.vocab import TokenCounts, draft_vocabulary
 from extractor.errors import UsageError
-from extractor.layout import Plane
 from extractor.layouts import torchzip
 from extractor.layouts.base import (
     Layout,
@@ -27,9 +25,10 @@ from extractor.layouts.base import (
     check_plane,
     split,
 )
+from extractor.layouts.planes import Blob, Plane
+from extractor.prepared.vocab import TokenCounts, draft_vocabulary
 from extractor.records import Sample
 from extractor.states import FINAL, States
-from extractor.store import Blob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,12 @@ import numpy.typing as npt
 import torch
 from datasets.arrow_writer import ArrowWriter
 
-from extractor.data.vocab import TokenCounts, draft_vocabulary
 from extractor.errors import UsageError
-from extractor.layout import FP8, Plane
 from extractor.layouts import torchzip
 from extractor.layouts.base import Loaded, Parts, check_ids, check_plane, split
-from extractor.layouts.framed import Framed
-from extractor.reader import map_sample, unscale
+from extractor.layouts.planes import FP8, Plane
+from extractor.layouts.safetensors import Framed, map_sample, unscale
+from extractor.prepared.vocab import TokenCounts, draft_vocabulary
 from extractor.records import Sample
 from extractor.states import FINAL, States
 

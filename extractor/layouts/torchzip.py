@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from extractor.layouts.base import Parts
-from extractor.reader import Damaged
+from extractor.layouts.base import Damaged, Parts
+from extractor.layouts.planes import Blob
 from extractor.regular import open_regular
-from extractor.store import Blob
 
 
 def as_tensor(blob: Blob, *shape: int) -> torch.Tensor:

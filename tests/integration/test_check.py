@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extractor import check
 from extractor.cli import main
-from extractor.data.store import PreparedStore
-from extractor.store import sample_path
+from extractor.layouts.base import sample_path
+from extractor.prepared.store import PreparedStore
+from extractor.verbs import check
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 

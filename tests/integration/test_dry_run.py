@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from extractor.config import ExtractConfig, parse
-from extractor.dry_run import dry_run, duration, make_estimate, size, table, weight_bytes
 from extractor.errors import UsageError
-from extractor.memory import WRITER_BYTES
 from extractor.model import ModelSpec
+from extractor.plan.budget import WRITER_BYTES
+from extractor.plan.dry_run import dry_run, make_estimate, table, weight_bytes
+from extractor.progress import duration, size
 from tests.integration.conftest import Bench
 from tests.support.fake_engine import HIDDEN
 from tests.support.launch import ROOT
@@ -104,7 +105,7 @@ def test_case_50(build_model: Callable[[str], Path], tmp_path: Path):
 
 
 def test_too_little_room_is_an_exit_code(bench: Bench, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("extractor.dry_run.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("extractor.plan.dry_run.free_bytes", lambda _: 1000)
     assert dry_run(config(bench)) == 1
     assert "WILL NOT FIT: the disk lacks" in table(make_estimate(config(bench)))
 
@@ -112,7 +113,7 @@ def test_too_little_room_is_an_exit_code(bench: Bench, monkeypatch: pytest.Monke
 def test_too_little_host_memory_is_one_too(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     need = make_estimate(config(bench)).host
     for free, code in ((need, 0), (need - 1, 1)):
-        monkeypatch.setattr("extractor.memory.available_host_bytes", lambda free=free: free)
+        monkeypatch.setattr("extractor.plan.budget.available_host_bytes", lambda free=free: free)
         assert dry_run(config(bench)) == code
     text = table(make_estimate(config(bench)))
     assert "WILL NOT FIT: host memory lacks 1 B: use a smaller --host-memory" in text

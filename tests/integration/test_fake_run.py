@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from extractor import run_file
+from extractor.output import run_json
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.fake_engine import HIDDEN
@@ -141,12 +141,12 @@ def test_torchrun_names_the_rank_that_failed(bench: Bench) -> None:
 def test_run_json_keeps_what_the_run_before_said(bench: Bench) -> None:
     """A start that finds nothing to do says so, and not in the place of the run that wrote."""
     assert bench.run(ranks=2).code == 0
-    first = run_file.find(bench.output)
+    first = run_json.find(bench.output)
     assert first.earlier is None and first.replicas
     assert bench.run().code == 0
-    again = run_file.find(bench.output)
+    again = run_json.find(bench.output)
     assert again.status == "complete" and again.replicas is None and again.earlier is not None
     (kept,) = again.earlier
-    whole = run_file.as_json(first)
+    whole = run_json.as_json(first)
     assert kept == json.loads(json.dumps(whole)) and kept["world"]["ranks"] == 2
     assert again.last_work == first.last_work

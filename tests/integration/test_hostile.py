@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from extractor import check
+from extractor.verbs import check
 from tests.integration.conftest import STATES, Bench
 from tests.support import folder
 from tests.support.fake_engine import make_model, make_rows

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from extractor import check
-from extractor.convert import convert
-from extractor.folder import Folder
+from extractor.output.folder import Folder
+from extractor.verbs import check
+from extractor.verbs.convert import convert
 from tests.integration.conftest import Bench
 from tests.support import folder
 from tests.support.fake_engine import LAYERS, expected

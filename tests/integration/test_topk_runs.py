@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 
-from extractor import check
 from extractor.config import ExtractConfig, parse
-from extractor.convert import convert
 from extractor.dataset import HiddenStates, Pad
-from extractor.dry_run import make_estimate
-from extractor.report import report
+from extractor.plan.dry_run import make_estimate
+from extractor.verbs import check
+from extractor.verbs.convert import convert
+from extractor.verbs.report import report
 from tests.integration.conftest import Bench
 from tests.support import folder
 from tests.support.fake_engine import expected, expected_topk

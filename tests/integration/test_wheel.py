@@ -39,7 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     wheel = next(folder.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
-    assert "extractor/py.typed" in names and "extractor/report/page.html.jinja" in names
+    assert "extractor/py.typed" in names and "extractor/verbs/report/page.html.jinja" in names
     assert not [name for name in names if name.startswith(("tests", "launch", "benchmarks"))]
     pip = ["-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
     done = run(sys.executable, *pip, "--target", str(folder / "site"), str(wheel), cwd=folder)

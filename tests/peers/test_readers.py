@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from extractor.convert import convert
 from extractor.dataset import HiddenStates, Item
+from extractor.verbs.convert import convert
 from tests.support.models import build, cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]

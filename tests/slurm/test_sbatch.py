@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from extractor import check
+from extractor.verbs import check
 from tests.integration.conftest import STATES, Bench
 from tests.slurm.cluster import NEEDED, Cluster
 from tests.support import folder

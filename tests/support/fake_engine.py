@@ -14,10 +14,9 @@ import torch.distributed as dist
 from extractor.engine.base import EngineInfo, EngineOptions, Numbers
 from extractor.engine.settings import numbers
 from extractor.model import ModelSpec
-from extractor.records import Batch, CapturedBatch
+from extractor.ranks.place import Place
+from extractor.records import IDS, LOGPROBS, Batch, CapturedBatch
 from extractor.states import States
-from extractor.topk import IDS, LOGPROBS
-from extractor.topology import Place
 
 HIDDEN, LAYERS = 64, 8
 PERIOD = 97

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from extractor.signals import StopSignals
+from extractor.ranks.signals import StopSignals
 
 if TYPE_CHECKING:
     from tests.support.faults import Fault
@@ -23,24 +23,25 @@ def run(
     stop: StopSignals | None = None,
 ) -> int:
     """The exit code of one rank, which torchrun's variables describe."""
-    from extractor import pipeline, wanted
     from extractor.cli import outcome
+    from extractor.plan import request
+    from extractor.run import extract
     from tests.support import faulty_writer
     from tests.support.fake_engine import FakeBackend
     from tests.support.faults import Faults
 
     here = Faults(faults, log)
     backend = FakeBackend(here.before_pass, here.on_load, here.on_import, here.poison())
-    real = wanted.prepare
+    real = request.prepare
 
     def slow_prepare(*args: object, **kwargs: object) -> object:
         here.on_prepare()
         return real(*args, **kwargs)  # pyright: ignore
 
-    wanted.prepare = slow_prepare  # pyright: ignore
+    request.prepare = slow_prepare  # pyright: ignore
     if any(fault.kind == "processes" for fault in faults):
         faulty_writer.use(faults, log)
-    return outcome(lambda: pipeline.extract(argv, backend=backend, stop=stop))
+    return outcome(lambda: extract.extract(argv, backend=backend, stop=stop))
 
 
 def main() -> None:

@@ -7,27 +7,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from extractor import scribe
+from extractor.write import child
 from tests.support.faults import Fault, Faults, from_json, to_json
 
 
 def use(faults: Sequence[Fault], log: Path | None) -> None:
     """Have this rank write through processes, as one with a GPU does, in which these faults happen."""
 
-    from extractor import pump, writer_process  # not in the processes, which start without PyTorch
+    from extractor.run import loop  # not in the processes, which start without PyTorch
+    from extractor.write import process  # not in the processes, which start without PyTorch
 
     def command(descriptor: int, parent: int) -> list[str]:
         numbers = [str(descriptor), str(parent)]
         return [sys.executable, "-m", __name__, *numbers, to_json(faults), str(log or "")]
 
-    writer_process.command = command
-    pump.uses_processes = lambda _: True
+    process.command = command
+    loop.uses_processes = lambda _: True
 
 
 def main() -> None:
     descriptor, parent, faults, log = sys.argv[1:]
     Faults(from_json(faults), Path(log) if log else None, parent=int(parent))
-    scribe.main(int(descriptor), int(parent))
+    child.main(int(descriptor), int(parent))
 
 
 if __name__ == "__main__":

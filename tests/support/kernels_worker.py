@@ -13,9 +13,10 @@ import torch
 
 from extractor.engine import sglang as engine
 from extractor.model import ModelSpec
+from extractor.ranks.place import Place
+from extractor.ranks.world import World
 from extractor.records import Batch
 from extractor.states import States
-from extractor.topology import Place, World
 from tests.support.parity_worker import apart, kept
 
 LENGTHS, BUDGET = (11, 1, 6), 24

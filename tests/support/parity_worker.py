@@ -22,9 +22,10 @@ from transformers import AutoTokenizer
 
 from extractor.engine import sglang as engine
 from extractor.model import ModelSpec
+from extractor.ranks.place import Place
+from extractor.ranks.world import World
 from extractor.records import Batch
 from extractor.states import States
-from extractor.topology import Place, World
 
 LENGTHS = (21, 65, 1, 2)
 BUDGET = 128

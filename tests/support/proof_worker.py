@@ -19,8 +19,9 @@ from extractor.engine import weights
 from extractor.engine.base import EngineOptions
 from extractor.errors import RunError
 from extractor.model import ModelSpec
+from extractor.ranks.place import Place
+from extractor.ranks.world import World
 from extractor.states import States
-from extractor.topology import Place, World
 
 
 class NoRope:

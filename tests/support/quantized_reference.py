@@ -3,7 +3,7 @@
 Such a checkpoint defines its states by its dequantized weights and, where it says so, by quantized
 inputs of its layers: with inputs as they are it is another model, some percent away. So the reference
 runs the dequantized weights and quantizes the same inputs in the same groups, in float32 for the states
-and in bfloat16 for the noise, and the rules of extractor/reference.py hold as they are. A bfloat16
+and in bfloat16 for the noise, and the rules of extractor/verbs/reference.py hold as they are. A bfloat16
 rounding that tips an input over to the next of its few values makes a step of 6 %. It happens in either
 program, elsewhere; so the noise is larger than without quantized inputs (a tenth of what a layer adds),
 and near in size to what the quantization of inputs itself changes. A wrong layer, scale, row or dtype is

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from extractor.reference import FLOOR, Judgement, Tensors, judge, logprobs
+from extractor.verbs.reference import FLOOR, Judgement, Tensors, judge, logprobs
 
 
 class Reference:

@@ -18,10 +18,10 @@ from extractor.engine import compat, topk
 from extractor.engine import sglang as engine
 from extractor.errors import RunError
 from extractor.model import ModelSpec
-from extractor.records import Batch
+from extractor.ranks.place import Place
+from extractor.ranks.world import World
+from extractor.records import IDS, LOGPROBS, Batch
 from extractor.states import States
-from extractor.topk import IDS, LOGPROBS
-from extractor.topology import Place, World
 from tests.support.topk_judge import complaints
 
 topk.CHUNK_BYTES = 1 << 21  # so that ten or twenty tokens are a chunk, and a batch several

@@ -8,19 +8,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from extractor import run_file
-from extractor.data.rows import Piece, Refusal
-from extractor.data.store import Identity, StoreWriter
 from extractor.files import Durability
-from extractor.journal import JOURNAL, Journal
 from extractor.layouts import LAYOUTS, Layout, Numbering
-from extractor.records import Batch, CapturedBatch, Sample
-from extractor.ring import HostRing
-from extractor.run_file import Run, RunModel
+from extractor.output import run_json
+from extractor.output.journal import JOURNAL, Journal
+from extractor.output.run_json import Run, RunModel
+from extractor.prepared.pieces import Piece, Refusal
+from extractor.prepared.store import Identity, StoreWriter
+from extractor.records import IDS, LOGPROBS, Batch, CapturedBatch, Sample
 from extractor.states import States
-from extractor.topk import IDS, LOGPROBS
-from extractor.transfer import Stager
-from extractor.writer import Writer
+from extractor.write.buffers import HostRing
+from extractor.write.staging import Stager
+from extractor.write.writer import Writer
 
 NUM_LAYERS, HIDDEN = 6, 32
 LENGTHS = (7, 1, 30, 12, 5, 18, 9)
@@ -168,6 +167,6 @@ def write_folder(
         topk_logits=layout.topk,
         model=RunModel(path="/models/tiny", num_layers=NUM_LAYERS, hidden_size=layout.hidden),
     )
-    run_file.write(output / run_file.RUN, run)
+    run_json.write(output / run_json.RUN, run)
     layout.finish(output, (sample for sample in samples))
     return truths

@@ -173,7 +173,7 @@ def _serve() -> None:
     # The imports that are paid once.
     from transformers import CONFIG_MAPPING
 
-    from extractor import pipeline  # noqa: F401
+    from extractor.run import extract  # noqa: F401
     from tests.support import fake_engine, fake_extract, faulty_writer  # noqa: F401
 
     _ = CONFIG_MAPPING["qwen3"]  # the fake model's config class, which imports a second's worth

@@ -9,7 +9,7 @@ import pytest
 
 from extractor import cli
 from extractor.errors import PeerError, RunError, SharedUsageError, UsageError
-from extractor.signals import Stopped
+from extractor.ranks.signals import Stopped
 from extractor.torchrun import ERROR_FILE
 
 

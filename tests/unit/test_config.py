@@ -10,13 +10,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from extractor.check import CheckConfig
 from extractor.config import DataConfig, ExtractConfig, PrepareConfig, ShowConfig, parse
-from extractor.convert import ConvertConfig
 from extractor.errors import UsageError
-from extractor.report import ReportConfig
 from extractor.values import number
-from extractor.verify import VerifyConfig
+from extractor.verbs.check import CheckConfig
+from extractor.verbs.convert import ConvertConfig
+from extractor.verbs.report import ReportConfig
+from extractor.verbs.verify import VerifyConfig
 
 NEEDED = {"model": "m", "data": ["a.jsonl"], "output": "out"}
 FLAGS = ["--model", "m", "--data", "a.jsonl", "--output", "out"]

@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from extractor.check import check as check_verb
-from extractor.convert import convert
-from extractor.data import show as show_module
-from extractor.data.prepare import stores_in
 from extractor.dataset import HiddenStates
 from extractor.errors import RunError, UsageError
-from extractor.folder import check_output
-from extractor.journal import find_done
+from extractor.output.done import find_done
+from extractor.output.folder import check_output
 from extractor.printable import printable
-from extractor.report.facts import gather
-from extractor.report.page import render
-from extractor.verify import verify
+from extractor.rows.prepare import stores_in
+from extractor.verbs import show as show_module
+from extractor.verbs.check import check as check_verb
+from extractor.verbs.convert import convert
+from extractor.verbs.report.facts import gather
+from extractor.verbs.report.page import render
+from extractor.verbs.verify import verify
 from tests.support.ledger import Injection, Ledger
 from tests.support.written import make_layout, make_samples, write_folder
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from extractor import run_file
 from extractor.dataset import HiddenStates, LengthBatchSampler, Pad
 from extractor.errors import RunError, UsageError
+from extractor.output import run_json
 from tests.support.written import LENGTHS, make_layout, make_samples, write_folder
 
 
@@ -145,10 +145,10 @@ def test_a_journal_that_lies_about_the_tokens(folder: Path):
 
 
 def test_a_stale_record_does_not_answer(folder: Path):
-    run = run_file.find(folder)
-    run_file.write(folder / run_file.RUN, run_file.replace(run, started="2026-11-30T00:00:00+0000"))
-    stale = run_file.replace(run, layers=("5",), started="2020-01-01T00:00:00+0000")
-    run_file.write(folder / "run-0-of-4.json", stale)
+    run = run_json.find(folder)
+    run_json.write(folder / run_json.RUN, run_json.replace(run, started="2026-11-30T00:00:00+0000"))
+    stale = run_json.replace(run, layers=("5",), started="2020-01-01T00:00:00+0000")
+    run_json.write(folder / "run-0-of-4.json", stale)
     assert set(HiddenStates(folder).states) == {
         f"hidden_states.{n}" for n in ("1", "3", "4", "final")
     }

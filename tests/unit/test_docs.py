@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from extractor.config import ExtractConfig
-from extractor.convert import ConvertConfig
+from extractor.verbs.convert import ConvertConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

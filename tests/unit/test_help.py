@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from extractor.check import CheckConfig
 from extractor.cli import VERBS
 from extractor.config import ExtractConfig, PrepareConfig, ShowConfig, parse
-from extractor.convert import ConvertConfig
-from extractor.report import ReportConfig
-from extractor.verify import VerifyConfig
+from extractor.verbs.check import CheckConfig
+from extractor.verbs.convert import ConvertConfig
+from extractor.verbs.report import ReportConfig
+from extractor.verbs.verify import VerifyConfig
 
 KINDS = {
     "extract": ExtractConfig,

@@ -10,8 +10,8 @@ import pytest
 
 from extractor.engine import sglang as engine
 from extractor.errors import UsageError
-from extractor.lead import _check_window
 from extractor.model import ModelSpec
+from extractor.run.lead import _check_window
 
 CONFIG: dict[str, Any] = dict(
     num_hidden_layers=2,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extractor.progress import Timeline
-from extractor.run_record import process_age
+from extractor.run.meter import Timeline
+from extractor.run.provenance import process_age
 
 
 @settings(deadline=None)

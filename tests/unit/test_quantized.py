@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from extractor.model import ModelSpec
-from extractor.reference import judge, relative
+from extractor.verbs.reference import judge, relative
 from tests.support.models import build_weights
 from tests.support.quantized import (
     AWQ_GROUP,

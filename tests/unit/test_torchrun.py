@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from extractor import topology
 from extractor.errors import RunError, UsageError
-from extractor.signals import Stopped
-from extractor.topology import Place, World
+from extractor.ranks import world
+from extractor.ranks.place import Place
+from extractor.ranks.signals import Stopped
+from extractor.ranks.world import World
 from extractor.torchrun import ADDRESS, ERROR_FILE, RANKS, Launch, record_error
 
 WORLD = {
@@ -108,15 +109,15 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> Place:
 def test_no_rank_0(
     nobody: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(topology, "HOST_SECONDS", 1.0)
-    monkeypatch.setattr(topology, "SAID_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(world, "HOST_SECONDS", 1.0)
+    monkeypatch.setattr(world, "SAID_AFTER_SECONDS", 0.3)
     with pytest.raises(RunError, match="has not reached the store of rank 0 at localhost:1 in 1 s"):
         World(nobody)
     assert "rank 1 waits for the store of rank 0" in capsys.readouterr().err
 
 
 def test_no_rank_0_and_a_signal(nobody: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "HOST_SECONDS", 2.0)
+    monkeypatch.setattr(world, "HOST_SECONDS", 2.0)
     with pytest.raises(Stopped):
         World(nobody, stopping=lambda: True)
 

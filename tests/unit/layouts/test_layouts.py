@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from extractor.errors import RunError, UsageError
-from extractor.journal import find_done
 from extractor.layouts import LAYOUTS
+from extractor.output.done import find_done
 from extractor.states import States
 from tests.support.written import NUM_LAYERS, make_layout, make_samples, write_folder
 

@@ -1,0 +1,1 @@
+"""SGLang on a machine without a GPU: its platform, its runtime and its attention."""

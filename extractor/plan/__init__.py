@@ -1,0 +1,1 @@
+"""What is to be done: the request, its batches under their budgets, and the dry run."""

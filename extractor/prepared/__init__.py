@@ -1,0 +1,1 @@
+"""Prepared samples on disk, and what is counted over them."""

@@ -1,0 +1,1 @@
+"""The ranks of a run: who is who, how they talk, who has died, and signals."""

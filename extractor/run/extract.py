@@ -1,0 +1,269 @@
+"""The main job, put together: rank 0 decides what is to be done, every rank builds its part of the
+model, and each replica's writer pumps batches through it to disk."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from extractor.config import ExtractConfig, read_extract
+from extractor.engine import sglang as engine_sglang
+from extractor.engine.base import Backend, EngineOptions
+from extractor.errors import EXIT_AGAIN, EXIT_FAILED, PeerError, UsageError, disk_error
+from extractor.model import OVERRIDES, ModelSpec
+from extractor.output import run_json
+from extractor.plan.budget import Budget
+from extractor.plan.request import make_layout
+from extractor.prepared.store import PreparedStore
+from extractor.progress import say
+from extractor.ranks.place import Place
+from extractor.ranks.signals import Stopped, StopSignals
+from extractor.ranks.watch import Watch
+from extractor.ranks.world import World, is_broken_connection
+from extractor.run.lead import Job, Lead, check_count, finish, hear_job, lead_and_tell, read_plan
+from extractor.run.loop import Writing, follow, write_batches
+from extractor.run.provenance import mark_end, run_path
+from extractor.states import States
+from extractor.torchrun import Launch, record_error
+
+JOIN, START = "join", "start"  # where a replica's ranks meet
+
+
+def extract(
+    argv: Sequence[str], backend: Backend = engine_sglang, stop: StopSignals | None = None
+) -> int:
+    """The verb from its command line: see run."""
+    return run(read_extract(argv), backend, stop)
+
+
+def run(
+    config: ExtractConfig, backend: Backend = engine_sglang, stop: StopSignals | None = None
+) -> int:
+    """The verb: returns the exit code, raises UsageError and RunError."""
+    begun = time.perf_counter()
+    if config.dry_run:
+        Launch.from_environment()  # refuses what dry_run would read
+        from extractor.plan.dry_run import dry_run  # noqa: PLC0415  (accelerate comes with it)
+
+        return dry_run(config)
+    stop = stop or StopSignals()
+    place = Place.from_environment(config.tp)
+    device = torch.device("cpu")
+    with contextlib.suppress(Stopped), stop.interrupting():
+        device = backend.choose_device(config.device, place)
+        backend.prepare_process(device, place, config.verbose)
+    # Not interrupted: a rank that leaves without a word is taken for dead by the others.
+    world = World(place, stopping=lambda: stop.asked is not None)
+    watch = Watch(
+        world.board(),
+        place.rank,
+        place.world_size,
+        stop,
+        stuck_after=config.stuck_after,
+        record=record_error,
+    )
+    if place.rank == 0:
+        watch.last_words = partial(mark_end, run_path(config))
+    watch.start()
+    try:
+        code = _watched(config, place, world, device, backend, watch, begun)
+    except BaseException as error:
+        shown = watch.fail(error)
+        if not isinstance(error, UsageError | SystemExit):
+            watch.last_words("failed", str(error))
+        if shown is not error:
+            raise shown from error
+        raise
+    finally:
+        watch.close()
+    stop.settle()
+    world.leave()
+    return code
+
+
+def _watched(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    backend: Backend,
+    watch: Watch,
+    begun: float,
+) -> int:
+    lead: Lead | None = None
+    try:
+        with watch.stop.interrupting():
+            if place.rank == 0:
+                job, lead = lead_and_tell(config, place, world, device, backend, begun)
+            else:
+                job = hear_job(world, device, backend, watch.check)
+        if job.answer == EXIT_AGAIN:  # rank 0 waits for the word of all that they stop
+            raise Stopped("rank 0")
+        if job.reason:
+            elsewhere = place.rank != place.local_rank  # not on rank 0's machine
+            raise PeerError(job.reason, elsewhere=elsewhere, code=job.answer or EXIT_FAILED)
+        if job.answer is not None:
+            return job.answer
+        return _work(config, place, world, device, backend, job, lead, watch)
+    except Stopped:
+        return _stop_early(place, world, watch, lead)
+    except OSError as error:
+        raise disk_error(error) from error
+    except RuntimeError as error:
+        if not is_broken_connection(error):
+            raise
+        if watch.stop.asked is None:
+            raise watch.reason_for(error) from error
+        # Another rank of the replica was asked while this one waited for it in a collective of its
+        # loading, where no handler runs; or it died, and torchrun's SIGTERM came before that was seen.
+        watch.say_stopping()
+        watch.check_everyone_stops()
+        return _stop_early(place, world, watch, lead)
+
+
+def _stop_early(place: Place, world: World, watch: Watch, lead: Lead | None) -> int:
+    """A signal came before this replica had anything to drain; others may be ahead of it.
+
+    Leaves once those have drained, for torchrun ends all ranks when one has left; and not later, for
+    a rank that waits for this one in a collective is let go by that only. Raises RunError when
+    another rank failed."""
+    watch.stop.drained()
+    watch.say_stopping()
+    watch.check_board()
+    world.call_off(START, place.replica)
+    if place.is_writer:
+        world.tell(f"done/{place.replica}", {"replica": place.replica, "stopped": True})
+    if place.rank == 0:
+        watch.check_everyone_stops()
+    others = (r for r in range(place.replicas) if r != place.replica)
+    drained = [world.hear(f"done/{r}", watch.check) for r in others if not world.call_off(START, r)]
+    if place.rank:
+        return EXIT_AGAIN
+    if lead is None:
+        watch.last_words("stopped", "")
+        say(f"stopped by {watch.stop.asked} before the first batch: nothing is lost")
+        code = EXIT_AGAIN
+    else:
+        lead.run = run_json.replace(lead.run, replicas=tuple(drained))
+        try:
+            code = finish(lead, "stopped")
+        except OSError as error:
+            raise disk_error(error) from error
+    world.tell("answer", code)
+    return code
+
+
+def _work(
+    config: ExtractConfig,
+    place: Place,
+    world: World,
+    device: torch.device,
+    backend: Backend,
+    job: Job,
+    lead: Lead | None,
+    watch: Watch,
+) -> int:
+    budget = Budget(**job.budget)
+    overrides = config.sglang_args.get(OVERRIDES)
+    spec = lead.spec if lead else ModelSpec.read(job.model, overrides)
+    states = States(tuple(job.states), spec.num_layers)
+    mark = time.perf_counter()
+    watch.enter("load")
+    _together(world, JOIN, watch)
+    world.join_replica(device)  # in C code, where each waits for all: not interrupted
+    writing = _begin_writing(config, device, job, lead, spec, budget) if place.is_writer else None
+    with watch.stop.interrupting():
+        engine = backend.build(
+            spec,
+            states,
+            place,
+            EngineOptions(
+                device=device,
+                max_tokens=budget.max_tokens,
+                max_sequences=budget.max_sequences,
+                longest=budget.longest,
+                sglang_args=config.sglang_args,
+                topk=config.topk_logits,
+                trust_remote_code=config.trust_remote_code,
+                verbose=config.verbose,
+            ),
+        )
+        loaded = time.perf_counter()
+        proof = engine.self_check() if config.self_check else None
+        checked = time.perf_counter()
+        compared = engine.layer_proof() if config.layer_proof else None
+        proved = time.perf_counter()
+    _together(world, START, watch)
+    watch.enter("run")
+    if lead:
+        lead.stages["load"] = loaded - mark
+        lead.stages["self_check"] = checked - loaded
+        lead.stages["layer_proof"] = proved - checked
+        if compared:
+            say(str(compared))
+        lead.run = run_json.replace(
+            lead.run,
+            self_check=asdict(proof) if proof else None,
+            layer_proof=asdict(compared) if compared else None,
+            engine=engine.info.details,
+        )
+        run_json.write(lead.run_path, lead.run)
+    if writing is None:
+        follow(engine, world, watch)
+        watch.stop.drained()
+        return int(world.hear("answer", watch.check))
+    mark = time.perf_counter()
+    index, count = config.shard_index
+    prefix = "" if count == 1 else f"s{index}of{count}-"
+    stopped, stats = write_batches(
+        engine,
+        world,
+        watch,
+        writing,
+        output=config.output,
+        journal=f"{prefix}{place.replica:04d}.jsonl",
+        durability=config.durability,
+        threads=config.writers,
+    )
+    world.tell(f"done/{place.replica}", {**stats, "stopped": stopped})
+    if lead is None:
+        return int(world.hear("answer", watch.check))
+    results = [world.hear(f"done/{r}", watch.check) for r in range(place.replicas)]
+    lead.stages["run"] = time.perf_counter() - mark
+    lead.run = run_json.replace(lead.run, replicas=tuple(results))
+    check_count(lead.plan, results)
+    code = finish(lead, "stopped" if any(r["stopped"] for r in results) else "complete")
+    world.tell("answer", code)
+    return code
+
+
+def _begin_writing(
+    config: ExtractConfig,
+    device: torch.device,
+    job: Job,
+    lead: Lead | None,
+    spec: ModelSpec,
+    budget: Budget,
+) -> Writing:
+    """A writer's rows, batches and layout, as rank 0 has them or from what it told."""
+    if lead is not None:
+        store, batches, layout = lead.store, lead.plan, lead.layout
+    else:
+        store, batches = PreparedStore.open(Path(job.store)), read_plan(job.plan)
+        layout = make_layout(config, spec, job.stored, job.dtype, store)
+    return Writing.begin(store, batches, layout, budget, device)
+
+
+def _together(world: World, what: str, watch: Watch) -> None:
+    """Go on when all of the replica does. Raises Stopped when one of its ranks was stopped before."""
+    try:
+        with watch.stop.interrupting():
+            met = world.meet(what, watch.check)
+    except Stopped:
+        met = not world.call_off(what, world.place.replica)
+    if not met:
+        raise Stopped(what)

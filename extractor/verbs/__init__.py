@@ -1,0 +1,1 @@
+"""The commands of the program that are not a run."""

@@ -1,0 +1,1 @@
+"""From states on the device to whole files and their journal lines."""

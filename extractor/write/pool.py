@@ -1,0 +1,241 @@
+"""Writer processes, and the one thread that keeps all of them busy.
+
+One, because a thread that waits for an answer gives the interpreter away and then waits to get it back:
+with a thread for each process that took longer than all the work for a file.
+"""
+
+import logging
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from extractor.write.child import LOOK_SECONDS
+from extractor.write.process import END_SECONDS, Order, Outcome, WriterProcess
+
+logger = logging.getLogger(__name__)
+START_SECONDS = 60.0
+
+# Orders that a process holds at a time: it has its next one before this thread has heard of the last.
+# But one that its socket may not hold would keep this thread, and so all others, until it is read.
+DEPTH, SMALL = 2, 64 << 10
+
+
+class Crew:
+    """Some processes at first, more when they fall behind.
+
+    Args:
+        first, most: how many.
+        go_on: asked before each order; once it is False the rest are settled with nothing done.
+        fail: told of a process that ended, and of an error in the thread itself.
+
+    Raises OSError or RuntimeError where the system gives no descriptor or no thread.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        most: int,
+        go_on: Callable[[], bool],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._wanted, self._most, self._go_on, self._fail = first, most, go_on, fail
+        self._orders: deque[Order] = deque()
+        self._processes: list[WriterProcess] = []
+        self._closing = False
+        self._looked = time.monotonic()
+        self._changed = threading.Condition()  # how many there are, or are ready
+        self._settled = threading.Event()  # all that was put, and nothing will be put any more
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
+        try:
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake)
+            raise
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether orders wait for a process."""
+        return bool(self._orders)
+
+    @property
+    def size(self) -> int:
+        """How many processes there are, or are about to be."""
+        return self._wanted
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes there are now."""
+        return [process.pid for process in list(self._processes)]
+
+    def put(self, orders: Iterable[Order]) -> None:
+        self._orders.extend(orders)
+        self._look_up()
+
+    def grow(self) -> None:
+        """One process more, if there may be more."""
+        with self._changed:
+            self._wanted = min(self._wanted + 1, self._most)
+        self._look_up()
+
+    def wait_until_ready(self) -> None:
+        """Until all processes that there will be can write."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    all(p.ready for p in self._processes) and len(self._processes) == self._wanted
+                )
+            )
+
+    def drain(self) -> None:
+        """Wait until all orders are settled; the processes begin to end. Nothing may be put after it."""
+        self._closing = True
+        self._look_up()
+        self._settled.wait()
+
+    def close(self) -> None:
+        """The same, and wait until the processes have ended. Nothing may be called after it."""
+        self.drain()
+        self._thread.join()
+        os.close(self._wake)
+
+    def _look_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        # Processes are started here, for they are killed when the thread that started them ends.
+        try:
+            while True:
+                self._start_those_wanted()
+                self._hand_out()
+                if self._closing and not self._orders and not self._is_writing():
+                    self._settled.set()
+                    break
+                self._hear()
+                self._look_after_them()
+        except BaseException as error:  # or nobody would hear that there is no crew any more
+            self._fail(error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            for process in self._processes:
+                process.hang_up()
+            end = time.monotonic() + END_SECONDS
+            for process in self._processes:
+                process.join(max(end - time.monotonic(), 0.0))
+            for order in [*self._orders, *(order for p in self._processes for order in p.orders)]:
+                order.settle(Outcome([]))  # after an error
+            self._orders.clear()
+        finally:  # or who drains would wait for ever
+            self._settled.set()
+            with self._changed:
+                self._processes.clear()
+                self._wanted = 0
+                self._changed.notify_all()
+            self._selector.close()
+
+    def _is_writing(self) -> bool:
+        return any(process.orders for process in self._processes)
+
+    def _start_those_wanted(self) -> None:
+        if self._closing and not self._orders:
+            return
+        while len(self._processes) < self._wanted:
+            try:
+                process = WriterProcess()
+            except OSError as error:
+                logger.warning("no more writer processes (%s): %s", error, self._make_do())
+                return
+            self._processes.append(process)
+            self._selector.register(process, selectors.EVENT_READ, process)
+
+    def _hand_out(self) -> None:
+        while self._orders:
+            order = self._orders[0]
+            if not order.files or not self._go_on():
+                order.settle(Outcome([]))
+            elif not self._processes and not self._wanted:
+                order.decline()
+            elif (process := self._free_for(order)) is not None:
+                self._send(process, order)
+            else:
+                return
+            self._orders.popleft()
+
+    def _send(self, process: WriterProcess, order: Order) -> None:
+        try:
+            process.send(order)
+        except OSError as error:
+            if not isinstance(error, ConnectionError):  # no descriptor can be sent
+                error.filename = error.filename or os.fsdecode(order.files[0][0])
+                self._fail(error)
+            order.settle(Outcome([], self._lose(process)))
+
+    def _free_for(self, order: Order) -> WriterProcess | None:
+        """The process with the least to do that can take it, if any can."""
+        depth = DEPTH if order.inline <= SMALL else 1
+        free = [p for p in self._processes if p.ready and len(p.orders) < depth]
+        return min(free, key=lambda process: len(process.orders), default=None)
+
+    def _hear(self) -> None:
+        """Wait for something to happen: an answer, an order, or a while in which nothing does."""
+        for key, _ in self._selector.select(LOOK_SECONDS):
+            if key.data is None:
+                os.eventfd_read(self._wake)
+            elif key.data in self._processes:
+                self._hear_from(key.data)
+
+    def _hear_from(self, process: WriterProcess) -> None:
+        try:
+            outcome = process.receive()
+        except (EOFError, OSError):
+            self._lose(process)
+            return
+        if outcome is not None:
+            process.orders.popleft().settle(outcome)
+            return
+        with self._changed:
+            self._changed.notify_all()
+
+    def _look_after_them(self) -> None:
+        """Whose end was not heard, for another child of this process may hold the other side open, and
+        who does not come up."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        for process in list(self._processes):
+            late = not process.ready and now - process.began > START_SECONDS
+            if late or process.has_ended():
+                self._lose(process)
+
+    def _lose(self, process: WriterProcess) -> Exception | None:
+        """One that has ended, or is of no use: what is to be said of it, unless it never began."""
+        error = process.how_it_ended() if process.ready else None
+        self._selector.unregister(process)
+        with self._changed:
+            self._processes.remove(process)
+        rest = self._make_do()
+        process.hang_up()
+        process.join(0.0)
+        if error is None:
+            logger.warning("a writer process did not start: %s", rest)
+            return None
+        self._fail(error)
+        for order in process.orders:
+            order.settle(Outcome([], error))
+        return error
+
+    def _make_do(self) -> str:
+        """With the processes there are; what is to be said of it."""
+        with self._changed:
+            self._wanted = self._most = len(self._processes)
+            self._changed.notify_all()
+        return f"{self._wanted} go on" if self._wanted else "threads write instead"

@@ -1,0 +1,142 @@
+"""From the device to the host without the forward waiting: a stream of their own for the copies, and an
+event that says when a batch has landed.
+
+On the CPU the same code runs without a stream.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from extractor.layouts.planes import Blob, Plane, encode, finite_rows, surely_finite_rows
+from extractor.records import Batch, CapturedBatch
+from extractor.write.buffers import HostBuffer
+
+
+@dataclass(eq=False)
+class StagedBatch:
+    """A batch on its way to, or in, host memory.
+
+    Attributes:
+        batch: whose states these are, with its samples.
+        planes: in the order of the buffer.
+        buffer: holds each plane's rows in one piece.
+    """
+
+    batch: Batch
+    planes: tuple[Plane, ...]
+    buffer: HostBuffer
+    _finite: torch.Tensor
+    _arrival: Any = None
+    _sources: list[torch.Tensor] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Until the bytes are here; then the device's copies are let go."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        self._sources.clear()
+
+    def let_go(self) -> HostBuffer:
+        """The buffer, of whose memory this holds nothing any more."""
+        self.__dict__.pop("_bytes", None)
+        return self.buffer
+
+    @cached_property
+    def _columns(self) -> list[tuple[str, torch.dtype, int, int, int]]:
+        """Of each plane: key, dtype, width, bytes of a row, and where its first row is."""
+        base, columns = 0, []
+        for plane in self.planes:
+            columns.append((plane.key, plane.dtype, plane.width, plane.row_bytes, base))
+            base += plane.row_bytes * self.batch.num_tokens
+        return columns
+
+    @cached_property
+    def _bytes(self) -> memoryview:
+        return self.buffer.tensor.numpy().data
+
+    @cached_property
+    def _all_finite(self) -> bool:
+        return bool(self._finite.numpy().all())
+
+    def tensor(self, plane: Plane, sequence: int) -> torch.Tensor:
+        """One sequence's rows of a plane: a view of the buffer, [T, width] or [T]."""
+        blob = self.blobs(sequence)[plane.key]
+        return torch.frombuffer(blob.data, dtype=blob.dtype).view(blob.shape)
+
+    def blobs(self, sequence: int) -> dict[str, Blob]:
+        """One sequence's rows of every plane, by its key: pieces of the buffer."""
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        tokens, held = end - begin, self._bytes
+        return {
+            key: Blob(
+                dtype,
+                (tokens, width) if width else (tokens,),
+                held[base + begin * size : base + end * size],
+            )
+            for key, dtype, width, size, base in self._columns
+        }
+
+    def places(self, sequence: int) -> list[tuple[int, int]]:
+        """Where one sequence's rows of every plane lie in the buffer: offset and bytes."""
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        tokens = end - begin
+        return [(base + begin * size, tokens * size) for _, _, _, size, base in self._columns]
+
+    def first_bad_token(self, sequence: int) -> tuple[Plane, int] | None:
+        """The first token with a value that is not finite, and the plane it is in, if any."""
+        if self._all_finite:
+            return None
+        begin, end = self.batch.offsets[sequence : sequence + 2]
+        if bool(self._finite[:, begin:end].all()):
+            return None
+        good = torch.stack([finite_rows(self.tensor(plane, sequence)) for plane in self.planes])
+        bad = (~good).nonzero()
+        if not len(bad):
+            return None
+        plane, token = min(bad.tolist(), key=lambda at: (at[1], at[0]))
+        return self.planes[plane], token
+
+
+class Stager:
+    """Sends captured batches to host buffers."""
+
+    def __init__(self, planes: Sequence[Plane], device: torch.device) -> None:
+        self._planes = tuple(planes)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def nbytes(self, tokens: int) -> int:
+        return tokens * sum(plane.row_bytes for plane in self._planes)
+
+    def stage(self, captured: CapturedBatch, buffer: HostBuffer) -> StagedBatch:
+        """Start the copy into a buffer of nbytes(tokens) or more, and return at once (CUDA), but for a
+        buffer's first time. Raises RunError when that cannot be page-locked."""
+        buffer.wait_until_locked()
+        if self._stream is None:
+            return self._copy(captured, buffer)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return self._copy(captured, buffer)
+
+    @torch.no_grad()
+    def _copy(self, captured: CapturedBatch, buffer: HostBuffer) -> StagedBatch:
+        tokens = captured.batch.num_tokens
+        encoded = encode(self._planes, captured.states)
+        base = 0
+        for plane in self._planes:
+            size = plane.row_bytes * tokens
+            target = buffer.tensor[base : base + size].view(plane.dtype).view(plane.shape(tokens))
+            target.copy_(encoded[plane.key], non_blocking=True)
+            base += size
+        finite = torch.stack([surely_finite_rows(encoded[p.key]) for p in self._planes])
+        if self._stream is None:
+            return StagedBatch(captured.batch, self._planes, buffer, finite)
+        host_finite = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
+        host_finite.copy_(finite, non_blocking=True)
+        arrival = torch.cuda.Event(blocking=True)
+        arrival.record(self._stream)
+        # Held until the copy is done: their memory belongs to the forward's stream.
+        sources = [*captured.states.values(), *encoded.values(), finite]
+        return StagedBatch(captured.batch, self._planes, buffer, host_finite, arrival, sources)

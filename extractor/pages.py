@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import weakref
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
@@ -71,3 +72,14 @@ def _in_huge_pages(memory: mmap.mmap) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def available_host_bytes() -> int:
+    """Memory that can still be had: the machine's, or less under a cgroup's limit."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free

@@ -23,7 +23,7 @@ import torch
 from extractor.errors import RunError
 from extractor.layerwise import LayerByLayer, NoReference
 from extractor.model import ModelSpec
-from extractor.plan.budget import available_host_bytes
+from extractor.pages import available_host_bytes
 from extractor.states import EMBED, FINAL
 
 FACTOR = 2.0

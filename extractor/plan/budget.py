@@ -1,15 +1,13 @@
 """How many tokens go through the model at a time, and whether the memory is there for it."""
 
-import contextlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from extractor.engine.base import CHUNK_BYTES
 from extractor.errors import UsageError
 from extractor.model import ModelSpec
-from extractor.pages import GIB
+from extractor.pages import GIB, available_host_bytes
 
 DEFAULT_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 MOST_TOKENS, LEAST_TOKENS = 65_536, 2_048
@@ -236,14 +234,3 @@ def lacking(budget: Budget, ask: Ask, free: Room) -> str | None:
             "--max-length"
         )
     return None
-
-
-def available_host_bytes() -> int:
-    """Memory that can still be had: the machine's, or less under a cgroup's limit."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free

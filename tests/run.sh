@@ -28,6 +28,7 @@ source launch/environment.sh test,demo,report
 
 ruff check .
 ruff format --check .
+lint-imports
 codespell
 pyright
 if [ $# -gt 0 ]; then

@@ -17,7 +17,7 @@ from extractor.output.journal import JOURNAL, Journal
 from extractor.records import Batch, Sample
 from extractor.write.buffers import HostRing
 from extractor.write.staging import StagedBatch
-from extractor.write.writer import Writer
+from extractor.write.writer import ORDINARY, Workers, Writer
 
 HIDDEN, STATES, BATCH = 1024, ("1", "2", "4", "final"), 32
 MODES: tuple[Durability, ...] = ("none", "group", "file")
@@ -33,6 +33,7 @@ def write(
     batch: int = BATCH,
     processes: bool = False,
     at_once: bool = False,
+    workers: Workers = ORDINARY,
 ) -> float:
     """Seconds to write that many batches of `batch` samples, which lie in host memory as a GPU's copies
     leave them."""
@@ -59,6 +60,7 @@ def write(
         at_once=at_once,
         processes=processes,
         durability=mode,
+        workers=workers,
     )
     writer.wait_until_ready()
     begun = time.perf_counter()

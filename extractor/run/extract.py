@@ -29,19 +29,26 @@ from extractor.run.loop import Writing, follow, write_batches
 from extractor.run.provenance import mark_end, run_path
 from extractor.states import States
 from extractor.torchrun import Launch, record_error
+from extractor.write.writer import ORDINARY, Workers
 
 JOIN, START = "join", "start"  # where a replica's ranks meet
 
 
 def extract(
-    argv: Sequence[str], backend: Backend = engine_sglang, stop: StopSignals | None = None
+    argv: Sequence[str],
+    backend: Backend = engine_sglang,
+    stop: StopSignals | None = None,
+    workers: Workers = ORDINARY,
 ) -> int:
     """The verb from its command line: see run."""
-    return run(read_extract(argv), backend, stop)
+    return run(read_extract(argv), backend, stop, workers)
 
 
 def run(
-    config: ExtractConfig, backend: Backend = engine_sglang, stop: StopSignals | None = None
+    config: ExtractConfig,
+    backend: Backend = engine_sglang,
+    stop: StopSignals | None = None,
+    workers: Workers = ORDINARY,
 ) -> int:
     """The verb: returns the exit code, raises UsageError and RunError."""
     begun = time.perf_counter()
@@ -70,7 +77,7 @@ def run(
         watch.last_words = partial(mark_end, run_path(config))
     watch.start()
     try:
-        code = _watched(config, place, world, device, backend, watch, begun)
+        code = _watched(config, place, world, device, backend, watch, workers, begun)
     except BaseException as error:
         shown = watch.fail(error)
         if not isinstance(error, UsageError | SystemExit):
@@ -92,6 +99,7 @@ def _watched(
     device: torch.device,
     backend: Backend,
     watch: Watch,
+    workers: Workers,
     begun: float,
 ) -> int:
     lead: Lead | None = None
@@ -108,7 +116,7 @@ def _watched(
             raise PeerError(job.reason, elsewhere=elsewhere, code=job.answer or EXIT_FAILED)
         if job.answer is not None:
             return job.answer
-        return _work(config, place, world, device, backend, job, lead, watch)
+        return _work(config, place, world, device, backend, job, lead, watch, workers)
     except Stopped:
         return _stop_early(place, world, watch, lead)
     except OSError as error:
@@ -166,6 +174,7 @@ def _work(
     job: Job,
     lead: Lead | None,
     watch: Watch,
+    workers: Workers,
 ) -> int:
     budget = Budget(**job.budget)
     overrides = config.sglang_args.get(OVERRIDES)
@@ -175,7 +184,9 @@ def _work(
     watch.enter("load")
     _together(world, JOIN, watch)
     world.join_replica(device)  # in C code, where each waits for all: not interrupted
-    writing = _begin_writing(config, device, job, lead, spec, budget) if place.is_writer else None
+    writing = None
+    if place.is_writer:
+        writing = _begin_writing(config, device, job, lead, spec, budget, workers)
     with watch.stop.interrupting():
         engine = backend.build(
             spec,
@@ -248,6 +259,7 @@ def _begin_writing(
     lead: Lead | None,
     spec: ModelSpec,
     budget: Budget,
+    workers: Workers,
 ) -> Writing:
     """A writer's rows, batches and layout, as rank 0 has them or from what it told."""
     if lead is not None:
@@ -255,7 +267,7 @@ def _begin_writing(
     else:
         store, batches = PreparedStore.open(Path(job.store)), read_plan(job.plan)
         layout = make_layout(config, spec, job.stored, job.dtype, store)
-    return Writing.begin(store, batches, layout, budget, device)
+    return Writing.begin(store, batches, layout, budget, device, workers)
 
 
 def _together(world: World, what: str, watch: Watch) -> None:

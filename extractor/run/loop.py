@@ -32,7 +32,7 @@ from extractor.records import Batch
 from extractor.run.meter import HostMemory, Timeline, Waits, resident_bytes
 from extractor.write.buffers import HostRing
 from extractor.write.staging import Stager
-from extractor.write.writer import Writer
+from extractor.write.writer import ORDINARY, Workers, Writer
 
 # The loop launches hundreds of kernels a batch and asks for the interpreter at each: a thread that kept
 # it for the usual 5 ms would starve the device.
@@ -47,6 +47,7 @@ class Writing:
     Attributes:
         batches: all of them, of all replicas.
         ring: of budget's slots, or of fewer when there are fewer batches.
+        workers: how the writer comes by threads and processes.
     """
 
     store: PreparedStore
@@ -54,6 +55,7 @@ class Writing:
     layout: Layout
     budget: Budget
     ring: HostRing
+    workers: Workers = ORDINARY
 
     @classmethod
     def begin(
@@ -63,18 +65,26 @@ class Writing:
         layout: Layout,
         budget: Budget,
         device: torch.device,
+        workers: Workers = ORDINARY,
     ) -> "Writing":
         """Buffers are found and page-locked from now on, in threads: a large one takes as long as a
         pass, so this is for before the model is loaded. Raises RunError where there is no memory."""
         # What threads write is not shared: shared memory is slower to come by.
-        shared = uses_processes(device) and isinstance(layout, Framed) and pages.can_share()
+        shared = workers.are_processes(device) and isinstance(layout, Framed) and pages.can_share()
         slots = max(min(budget.slots, len(batches)), 1)
         ring = HostRing(budget.slot_bytes, slots, pinned=device.type == "cuda", shared=shared)
         # A sample longer than a slot, a batch by itself, takes the place of some.
         longer = budget.longest > budget.max_tokens
         displaced = -(-budget.longest // budget.max_tokens) if longer else 0
         ring.make_ready(min(slots - displaced, RING_SLOTS))
-        return cls(store=store, batches=batches, layout=layout, budget=budget, ring=ring)
+        return cls(
+            store=store,
+            batches=batches,
+            layout=layout,
+            budget=budget,
+            ring=ring,
+            workers=workers,
+        )
 
 
 def write_batches(
@@ -116,6 +126,7 @@ def write_batches(
         processes=ring.is_shared,
         durability=durability,
         landing=watch.step,
+        workers=writing.workers,
     )
     total = int(batches.tokens(store.lengths).sum())
     line = ProgressLine("extracting", total, "token", quiet=world.place.rank != 0)
@@ -182,11 +193,6 @@ def write_batches(
         "host_memory": asdict(memory),
         "timeline": timeline.points,
     }
-
-
-def uses_processes(device: torch.device) -> bool:
-    """On a CPU the model keeps the cores busy, and threads that launch kernels there are none."""
-    return device.type == "cuda"
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Writer processes, and the one thread that keeps all of them busy.
+"""Worker processes that write files, and the one thread that keeps all of them busy.
 
 One, because a thread that waits for an answer gives the interpreter away and then waits to get it back:
 with a thread for each process that took longer than all the work for a file.
@@ -12,44 +12,65 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from extractor.write.child import LOOK_SECONDS
-from extractor.write.process import END_SECONDS, Order, Outcome, WriterProcess
+from extractor.files import Durability
+from extractor.layouts.safetensors import Framed
+from extractor.write.buffers import HostRing
+from extractor.write.child import LOOK_SECONDS, File
+from extractor.write.order import Order, Outcome
+from extractor.write.process import END_SECONDS, Command, Parcel, WriterProcess, command
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
 
-# Orders that a process holds at a time: it has its next one before this thread has heard of the last.
+# Parcels that a process holds at a time: it has its next one before this thread has heard of the last.
 # But one that its socket may not hold would keep this thread, and so all others, until it is read.
 DEPTH, SMALL = 2, 64 << 10
 
 
-class Crew:
-    """Some processes at first, more when they fall behind.
+class Processes:
+    """Some processes at first, and one more whenever orders wait for one.
 
     Args:
-        first, most: how many.
+        layout: what is in a file.
+        ring: whose slots hold the states of every batch that is put here.
+        durability: what is forced to disk before a file counts as written.
+        first, most: how many processes.
         go_on: asked before each order; once it is False the rest are settled with nothing done.
+        settle: told what came of each order. It must not wait for the disk, or no process would hear of
+            its next order meanwhile.
+        decline: given an order where there is no process at all; somebody else writes it then.
         fail: told of a process that ended, and of an error in the thread itself.
+        command: see process.py.
 
     Raises OSError or RuntimeError where the system gives no descriptor or no thread.
     """
 
     def __init__(
         self,
+        layout: Framed,
+        ring: HostRing,
+        durability: Durability,
         first: int,
         most: int,
+        *,
         go_on: Callable[[], bool],
+        settle: Callable[[Order, Outcome], None],
+        decline: Callable[[Order], None],
         fail: Callable[[BaseException], None],
+        command: Command = command,
     ) -> None:
-        self._wanted, self._most, self._go_on, self._fail = first, most, go_on, fail
-        self._orders: deque[Order] = deque()
+        self._layout, self._ring = layout, ring
+        self._durability: Durability = durability
+        self._wanted, self._most, self._command = first, most, command
+        self._go_on, self._settle, self._decline, self._fail = go_on, settle, decline, fail
+        self._parcels: deque[Parcel] = deque()
         self._processes: list[WriterProcess] = []
         self._closing = False
         self._looked = time.monotonic()
         self._changed = threading.Condition()  # how many there are, or are ready
         self._settled = threading.Event()  # all that was put, and nothing will be put any more
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="worker-processes", daemon=True)
         try:
             self._selector = selectors.DefaultSelector()
             self._selector.register(self._wake, selectors.EVENT_READ)
@@ -57,11 +78,6 @@ class Crew:
         except BaseException:
             os.close(self._wake)
             raise
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether orders wait for a process."""
-        return bool(self._orders)
 
     @property
     def size(self) -> int:
@@ -74,11 +90,14 @@ class Crew:
         return [process.pid for process in list(self._processes)]
 
     def put(self, orders: Iterable[Order]) -> None:
-        self._orders.extend(orders)
+        """Batches in slots of the ring only."""
+        self._parcels.extend([self._parcel(order) for order in orders])
         self._look_up()
 
     def grow(self) -> None:
-        """One process more, if there may be more."""
+        """One process more, if orders wait for one and there may be more."""
+        if not self._parcels:
+            return
         with self._changed:
             self._wanted = min(self._wanted + 1, self._most)
         self._look_up()
@@ -104,6 +123,15 @@ class Crew:
         self._thread.join()
         os.close(self._wake)
 
+    def _parcel(self, order: Order) -> Parcel:
+        slot = order.staged.buffer.slot
+        assert slot is not None
+        files: list[File] = []
+        for number, sample, path in order.files:
+            before, after = self._layout.frame(sample)
+            files.append((os.fsencode(path), before, order.staged.places(number), after))
+        return Parcel(slot, self._ring.oldest_slot, files, self._durability, order)
+
     def _look_up(self) -> None:
         os.eventfd_write(self._wake, 1)
 
@@ -113,12 +141,12 @@ class Crew:
             while True:
                 self._start_those_wanted()
                 self._hand_out()
-                if self._closing and not self._orders and not self._is_writing():
+                if self._closing and not self._parcels and not self._is_writing():
                     self._settled.set()
                     break
                 self._hear()
                 self._look_after_them()
-        except BaseException as error:  # or nobody would hear that there is no crew any more
+        except BaseException as error:  # or nobody would hear that there is no pool any more
             self._fail(error)
         finally:
             self._end()
@@ -130,9 +158,10 @@ class Crew:
             end = time.monotonic() + END_SECONDS
             for process in self._processes:
                 process.join(max(end - time.monotonic(), 0.0))
-            for order in [*self._orders, *(order for p in self._processes for order in p.orders)]:
-                order.settle(Outcome([]))  # after an error
-            self._orders.clear()
+            left = [*self._parcels, *(parcel for p in self._processes for parcel in p.parcels)]
+            for parcel in left:  # after an error
+                self._settle(parcel.order, Outcome([]))
+            self._parcels.clear()
         finally:  # or who drains would wait for ever
             self._settled.set()
             with self._changed:
@@ -142,14 +171,14 @@ class Crew:
             self._selector.close()
 
     def _is_writing(self) -> bool:
-        return any(process.orders for process in self._processes)
+        return any(process.parcels for process in self._processes)
 
     def _start_those_wanted(self) -> None:
-        if self._closing and not self._orders:
+        if self._closing and not self._parcels:
             return
         while len(self._processes) < self._wanted:
             try:
-                process = WriterProcess()
+                process = WriterProcess(self._command)
             except OSError as error:
                 logger.warning("no more writer processes (%s): %s", error, self._make_do())
                 return
@@ -157,32 +186,32 @@ class Crew:
             self._selector.register(process, selectors.EVENT_READ, process)
 
     def _hand_out(self) -> None:
-        while self._orders:
-            order = self._orders[0]
-            if not order.files or not self._go_on():
-                order.settle(Outcome([]))
+        while self._parcels:
+            parcel = self._parcels[0]
+            if not parcel.files or not self._go_on():
+                self._settle(parcel.order, Outcome([]))
             elif not self._processes and not self._wanted:
-                order.decline()
-            elif (process := self._free_for(order)) is not None:
-                self._send(process, order)
+                self._decline(parcel.order)
+            elif (process := self._free_for(parcel)) is not None:
+                self._send(process, parcel)
             else:
                 return
-            self._orders.popleft()
+            self._parcels.popleft()
 
-    def _send(self, process: WriterProcess, order: Order) -> None:
+    def _send(self, process: WriterProcess, parcel: Parcel) -> None:
         try:
-            process.send(order)
+            process.send(parcel)
         except OSError as error:
             if not isinstance(error, ConnectionError):  # no descriptor can be sent
-                error.filename = error.filename or os.fsdecode(order.files[0][0])
+                error.filename = error.filename or os.fsdecode(parcel.files[0][0])
                 self._fail(error)
-            order.settle(Outcome([], self._lose(process)))
+            self._settle(parcel.order, Outcome([], self._lose(process)))
 
-    def _free_for(self, order: Order) -> WriterProcess | None:
+    def _free_for(self, parcel: Parcel) -> WriterProcess | None:
         """The process with the least to do that can take it, if any can."""
-        depth = DEPTH if order.inline <= SMALL else 1
-        free = [p for p in self._processes if p.ready and len(p.orders) < depth]
-        return min(free, key=lambda process: len(process.orders), default=None)
+        depth = DEPTH if parcel.inline <= SMALL else 1
+        free = [p for p in self._processes if p.ready and len(p.parcels) < depth]
+        return min(free, key=lambda process: len(process.parcels), default=None)
 
     def _hear(self) -> None:
         """Wait for something to happen: an answer, an order, or a while in which nothing does."""
@@ -199,7 +228,7 @@ class Crew:
             self._lose(process)
             return
         if outcome is not None:
-            process.orders.popleft().settle(outcome)
+            self._settle(process.parcels.popleft().order, outcome)
             return
         with self._changed:
             self._changed.notify_all()
@@ -229,8 +258,8 @@ class Crew:
             logger.warning("a writer process did not start: %s", rest)
             return None
         self._fail(error)
-        for order in process.orders:
-            order.settle(Outcome([], error))
+        for parcel in process.parcels:
+            self._settle(parcel.order, Outcome([], error))
         return error
 
     def _make_do(self) -> str:

@@ -24,33 +24,37 @@ from extractor.errors import RunError
 from extractor.files import Durability, Pending, Written
 from extractor.write.buffers import SharedSlot
 from extractor.write.child import DESCRIPTOR, READY, Answer, File, Request
+from extractor.write.order import Order, Outcome
 
 END_SECONDS = 10.0
 
 
-class Outcome(NamedTuple):
-    """What came of an order: as far as it got, the error of the next file, and how long it took."""
-
-    done: list[Pending]
-    error: Exception | None = None
-    seconds: float = 0.0
+Command = Callable[[int, int], list[str]]
 
 
-class Order(NamedTuple):
-    """Files of one slot to write.
+def command(descriptor: int, parent: int) -> list[str]:
+    """A worker process's command line, from the descriptor of its connection and its parent's number.
+
+    -P: a folder that happens to be the current one is not a place for modules."""
+    program = "import sys; from extractor.write.child import main; main(*map(int, sys.argv[1:]))"
+    return [sys.executable, "-P", "-c", program, str(descriptor), str(parent)]
+
+
+class Parcel(NamedTuple):
+    """An order as a process gets it.
 
     Attributes:
+        slot: where the states lie.
         oldest: the least number of a slot that there is.
-        settle: told what came of them.
-        decline: called instead where there is no process at all; somebody else writes them then.
+        files: what a file's bytes are, and where.
+        order: what it was made of.
     """
 
     slot: SharedSlot
     oldest: int
     files: list[File]
     durability: Durability
-    settle: Callable[[Outcome], None]
-    decline: Callable[[], None]
+    order: Order
 
     @property
     def inline(self) -> int:
@@ -63,7 +67,7 @@ class WriterProcess:
 
     Raises OSError when the system starts no more."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Command = command) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = subprocess.Popen(
@@ -75,7 +79,7 @@ class WriterProcess:
             )
             self._socket = ours.dup()  # for descriptors
             self._connection = Connection(ours.detach())
-        self.orders: deque[Order] = deque()
+        self.parcels: deque[Parcel] = deque()
         self.ready, self.began = False, time.monotonic()
         self._known: set[int] = set()
         self._encode = msgspec.msgpack.Encoder().encode
@@ -89,20 +93,20 @@ class WriterProcess:
         """Readable when it has answered, or ended."""
         return self._connection.fileno()
 
-    def send(self, order: Order) -> None:
+    def send(self, parcel: Parcel) -> None:
         """Raises ConnectionError when the process has ended, OSError when no descriptor can be sent; it
         is of no use then."""
-        slot, oldest = order.slot, order.oldest
+        slot, oldest, files = parcel.slot, parcel.oldest, parcel.files
         fresh = slot.number not in self._known
-        request = Request(slot.number, slot.nbytes, fresh, oldest, order.durability, order.files)
+        request = Request(slot.number, slot.nbytes, fresh, oldest, parcel.durability, files)
         self._connection.send_bytes(self._encode(request))
         if fresh:
             socket.send_fds(self._socket, [DESCRIPTOR], [slot.descriptor])
             self._known = {number for number in self._known if number >= oldest} | {slot.number}
-        self.orders.append(order)
+        self.parcels.append(parcel)
 
     def receive(self) -> Outcome | None:
-        """The next answer, of the oldest order, which is settled with it by the caller; None when
+        """The next answer, of the oldest parcel, whose order the caller settles with it; None when
         the process says that it is ready. Raises EOFError or OSError when it has ended."""
         message = self._connection.recv_bytes()
         if not self.ready:
@@ -114,7 +118,7 @@ class WriterProcess:
         done = [
             Pending(os.fsdecode(temporary), os.fsdecode(path), Written(size, xxh3))
             for (path, *_), (temporary, size, xxh3) in zip(
-                self.orders[0].files, answer.done, strict=False
+                self.parcels[0].files, answer.done, strict=False
             )
         ]
         error = None
@@ -152,9 +156,3 @@ class WriterProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def command(descriptor: int, parent: int) -> list[str]:
-    """Its command line. -P: a folder that happens to be the current one is not a place for modules."""
-    program = "import sys; from extractor.write.child import main; main(*map(int, sys.argv[1:]))"
-    return [sys.executable, "-P", "-c", program, str(descriptor), str(parent)]

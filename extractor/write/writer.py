@@ -1,14 +1,13 @@
 """From batches in host memory to files, journal lines and rejects.
 
-One thread takes batches in the order they were staged and waits for each to land. Its samples are
-written by a crew of processes (pool.py) where there is one and the format lets it, by threads
-elsewhere. The first error of any of them is kept, raised at the next submit and at the end, and stops
-the rest.
+One thread takes batches in the order they were staged, waits for each to land, and makes orders of it: a
+few samples each. Worker processes (pool.py) write them where there are some and the layout lets them,
+threads (threads.py) elsewhere. The first error of any of them is kept, raised at the next submit and at
+the end, and stops the rest.
 """
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -16,33 +15,61 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from extractor.errors import RunError, disk_error
-from extractor.files import Durability, Pending, Written, sync_path, write_files
+from extractor.files import Durability, Pending, Written, write_files
 from extractor.layouts import Layout
 from extractor.layouts.planes import Plane
 from extractor.layouts.safetensors import Framed
 from extractor.output.journal import Journal
 from extractor.records import Reject, Sample
-from extractor.write.buffers import HostRing, SharedSlot
-from extractor.write.child import File
-from extractor.write.pool import Crew
-from extractor.write.process import Order, Outcome
+from extractor.write.buffers import HostRing
+from extractor.write.order import Group, Order, Outcome
+from extractor.write.pool import Processes
+from extractor.write.process import Command, command
 from extractor.write.staging import StagedBatch
+from extractor.write.threads import Threads
 
 logger = logging.getLogger(__name__)
+
 NON_FINITE = "non_finite"
 
 # What a thread or a process writes before it asks for more: small samples together, with one request,
 # one lock and one write of the journal, and little enough that none is last for long.
-TASK_BYTES, TASK_SAMPLES = 8 << 20, 16
+ORDER_BYTES, ORDER_SAMPLES = 8 << 20, 16
 
 # Each thread that is not needed takes the interpreter from the one that launches kernels, so that there
 # are few until they fall behind; processes take memory and time to start.
 FIRST_THREADS, FIRST_PROCESSES = 4, 8
+
+
+def after_a_gpu(device: torch.device) -> bool:
+    """Whether worker processes write what this device computes. On a CPU the model keeps the cores busy,
+    and no thread launches kernels that others could hold up."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """How a writer comes by its threads and worker processes; tests give other ways.
+
+    Attributes:
+        are_processes: whether worker processes write what this device computes.
+        command: see process.py.
+        start: starts a thread. RuntimeError where the system gives no more.
+        write: see write_files.
+    """
+
+    are_processes: Callable[[torch.device], bool] = after_a_gpu
+    command: Command = command
+    start: Callable[[threading.Thread], None] = threading.Thread.start
+    write: Callable[..., tuple[list[Pending], OSError | None]] = write_files
+
+
+ORDINARY = Workers()
 
 
 class Landing(Protocol):
@@ -69,15 +96,26 @@ class Progress:
     wait_seconds: float = 0.0
 
 
-class Work(NamedTuple):
-    """Some samples of a batch, to write together."""
+class Busy:
+    """Seconds in which at least one batch that has landed was not yet written. Thread-safe."""
 
-    staged: StagedBatch
-    group: "Group"
-    sequences: range
+    def __init__(self) -> None:
+        self._count, self._seconds, self._since = 0, 0.0, 0.0
+        self._lock = threading.Lock()
 
+    def seconds(self) -> float:
+        with self._lock:
+            now = time.perf_counter() if self._count else self._since
+            return self._seconds + now - self._since
 
-Chosen = tuple[int, Sample, str]  # number in the batch, sample, path of its file
+    def change(self, by: int) -> None:
+        """One batch more that has landed, or one fewer."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._count:
+                self._seconds += now - self._since
+            self._count += by
+            self._since = now
 
 
 class Writer:
@@ -97,6 +135,7 @@ class Writer:
             journal line, one after the other. "group": a batch's files, then their folders, then
             its journal lines.
         landing: how a copy is watched.
+        workers: how it comes by threads and processes.
     """
 
     def __init__(
@@ -111,22 +150,28 @@ class Writer:
         processes: bool = False,
         durability: Durability = "none",
         landing: Landing = _unwatched,
+        workers: Workers = ORDINARY,
     ) -> None:
         self._top, self._journal, self._ring = f"{output}/", journal, ring
         self._layout, self._landing = layout, landing
         self._durability: Durability = durability
-        self._most_threads = threads
         self.progress = Progress()
-        self.rejects: list[Reject] = []
-        self._unwritten, self._busy, self._busy_since = 0, 0.0, 0.0
+        self._busy = Busy()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._batches: queue.SimpleQueue[StagedBatch | None] = queue.SimpleQueue()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._crew = self._start_crew(at_once) if processes else None
-        for _ in range(threads if at_once and not self._crew else min(threads, FIRST_THREADS)):
-            self._start_thread()
+        self._processes = self._start_processes(threads, at_once, workers) if processes else None
+        self._threads = Threads(
+            layout,
+            durability,
+            threads if at_once and not self._processes else min(threads, FIRST_THREADS),
+            threads,
+            go_on=self._goes_on,
+            settle=self._settle,
+            fail=self._fail,
+            start=workers.start,
+            write=workers.write,
+        )
         self._arrivals = threading.Thread(target=self._receive, name="arrivals", daemon=True)
         self._arrivals.start()
 
@@ -143,8 +188,8 @@ class Writer:
 
     def wait_until_ready(self) -> None:
         """Until the processes started so far can write: for a benchmark's clock."""
-        if self._crew is not None:
-            self._crew.wait_until_ready()
+        if self._processes is not None:
+            self._processes.wait_until_ready()
 
     def submit(self, staged: StagedBatch) -> None:
         """Take over a batch and its buffer. Raises what check() raises."""
@@ -156,23 +201,18 @@ class Writer:
         and end_processes() is still to be called."""
         self._batches.put(None)
         while self._arrivals.is_alive():
-            self._help()
+            self._threads.grow()
             self._arrivals.join(timeout=0.01)
-        if self._crew is not None:
-            self._crew.drain()
-        while self._help():  # no model to take the interpreter from any more
-            pass
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
+        if self._processes is not None:
+            self._processes.drain()
+        self._threads.drain()
         self.check()
 
     def end_processes(self) -> None:
         """Wait until they have ended: they map whole buffers, and take a while."""
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.close()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
 
     def close(self) -> None:
         """drain() and end_processes()."""
@@ -184,59 +224,51 @@ class Writer:
     @property
     def pids(self) -> list[int]:
         """Of its processes."""
-        return [] if self._crew is None else self._crew.pids
+        return [] if self._processes is None else self._processes.pids
 
     def busy_seconds(self) -> float:
-        """Seconds so far in which a batch that has arrived was not yet written."""
-        with self._lock:
-            now = time.perf_counter() if self._unwritten else self._busy_since
-            return self._busy + now - self._busy_since
+        """Seconds so far in which a batch that has landed was not yet written."""
+        return self._busy.seconds()
 
-    def _arrived(self, change: int) -> None:
-        """One batch more that has arrived, or one fewer."""
-        with self._lock:
-            now = time.perf_counter()
-            if self._unwritten:
-                self._busy += now - self._busy_since
-            self._unwritten += change
-            self._busy_since = now
+    # Threads and processes --------------------------------------------------------------------
 
-    def _start_crew(self, at_once: bool) -> Crew | None:
-        """None for a layout that needs threads, and where the system gives no crew."""
+    def _start_processes(self, most: int, at_once: bool, workers: Workers) -> Processes | None:
+        """None for a layout that needs threads, and where the system gives no processes."""
         if not isinstance(self._layout, Framed):
             return None
-        most = self._most_threads
-        first = most if at_once else min(most, FIRST_PROCESSES)
         try:
-            return Crew(first, most, self._goes_on, self._fail)
+            return Processes(
+                self._layout,
+                self._ring,
+                self._durability,
+                most if at_once else min(most, FIRST_PROCESSES),
+                most,
+                go_on=self._goes_on,
+                # What waits for the disk is for a thread.
+                settle=self._settle if self._durability == "none" else self._settle_later,
+                decline=self._leave_to_threads,
+                fail=self._fail,
+                command=workers.command,
+            )
         except (OSError, RuntimeError) as error:
             logger.warning("no writer processes (%s): threads write instead", error)
             return None
 
-    def _help(self) -> bool:
-        """One thread more, if samples wait for one and there may be more; whether there is."""
+    def _leave_to_threads(self, order: Order) -> None:
+        self._threads.put([order])
+
+    def _settle_later(self, order: Order, outcome: Outcome) -> None:
+        self._threads.do(partial(self._settle, order, outcome))
+
+    def _goes_on(self) -> bool:
+        return self._error is None
+
+    def _fail(self, error: BaseException) -> None:
         with self._lock:
-            if self._tasks.empty() or len(self._threads) >= self._most_threads:
-                return False
-            try:
-                self._start_thread()
-            except RuntimeError:  # the system gives no more; those that are there go on
-                self._most_threads = len(self._threads)
-                return False
-        return True
+            if self._error is None:
+                self._error = error
 
-    def _start_thread(self) -> None:
-        name = f"writer-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except BaseException as error:  # or nobody would hear that a batch was never ended
-                self._fail(error)
+    # From a batch to orders -------------------------------------------------------------------
 
     def _receive(self) -> None:
         while (staged := self._batches.get()) is not None:
@@ -245,137 +277,45 @@ class Writer:
                 with self._landing("copy", f"the copy of {staged.batch}", staged.batch.num_tokens):
                     staged.wait()
                 self.progress.wait_seconds += time.perf_counter() - begun
-                self._scatter(staged)
+                self._hand_out(staged)
             except BaseException as error:
                 self._fail(error)
                 self._ring.release(staged.let_go())
 
-    def _scatter(self, staged: StagedBatch) -> None:
-        self._help()
-        crew = self._crew
+    def _hand_out(self, staged: StagedBatch) -> None:
+        self._threads.grow()
+        pool: Threads | Processes = self._threads
         # What lies in no slot, a sample longer than a batch, is for a thread.
-        slot = staged.buffer.slot if crew is not None and crew.size else None
-        if crew is None or slot is None:
-            self._arrived(1)
-            for work in self._divided(staged, len(self._threads)):
-                self._tasks.put(partial(self._write, work))
-            return
-        if crew.is_behind:
-            crew.grow()
-        orders = [self._order(work, slot) for work in self._divided(staged, crew.size)]
-        self._arrived(1)
-        crew.put(orders)
+        if self._processes and self._processes.size and staged.buffer.slot is not None:
+            pool = self._processes
+            pool.grow()
+        orders = self._orders(staged, pool.size)
+        self._busy.change(1)
+        pool.put(orders)
 
-    def _divided(self, staged: StagedBatch, among: int) -> list[Work]:
+    def _orders(self, staged: StagedBatch, among: int) -> list[Order]:
+        """A batch in pieces, for so many threads or processes."""
         count = len(staged.batch.samples)
         group = Group(count)
         bytes_each = self._layout.row_bytes * staged.batch.num_tokens // count
-        most = min(TASK_BYTES // max(bytes_each, 1), TASK_SAMPLES)
+        most = min(ORDER_BYTES // max(bytes_each, 1), ORDER_SAMPLES)
         if self._durability == "file":  # no sample waits for another's disk
             most = 1
         size = max(min(-(-count // max(among, 1)), most), 1)
-        return [
-            Work(staged, group, range(begin, min(begin + size, count)))
-            for begin in range(0, count, size)
-        ]
+        pieces = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
+        return [Order(staged, group, len(p), list(self._files(staged, p))) for p in pieces]
 
-    def _write(self, work: Work, chosen: list[Chosen] | None = None) -> None:
-        """By this thread."""
-        samples, outcome = [], Outcome([])
-        try:
-            if chosen is None:
-                chosen = list(self._chosen(work))
-            samples = [sample for _, sample, _ in chosen]
-            outcome = self._written(work.staged, chosen)
-        except BaseException as error:
-            self._fail(error)
-        self._settle(work, samples, outcome)
-
-    def _written(self, staged: StagedBatch, chosen: list[Chosen]) -> Outcome:
-        begun = time.perf_counter()
-        files = [
-            (path, self._layout.parts(sample, staged.blobs(sequence)))
-            for sequence, sample, path in chosen
-        ]
-        done, error = write_files(files, self._durability, self._goes_on)
-        return Outcome(done, error, time.perf_counter() - begun)
-
-    def _order(self, work: Work, slot: SharedSlot) -> Order:
-        """For a process."""
-        assert isinstance(self._layout, Framed)
-        chosen = list(self._chosen(work))
-        files: list[File] = []
-        for sequence, sample, path in chosen:
-            before, after = self._layout.frame(sample)
-            files.append((os.fsencode(path), before, work.staged.places(sequence), after))
-        # What waits for the disk is for a thread, for the crew must not.
-        settle = self._settle if self._durability == "none" else self._settle_later
-        return Order(
-            slot,
-            self._ring.oldest_slot,
-            files,
-            self._durability,
-            settle=partial(settle, work, [sample for _, sample, _ in chosen]),
-            decline=partial(self._tasks.put, partial(self._write, work, chosen)),
-        )
-
-    def _settle_later(self, work: Work, samples: list[Sample], outcome: Outcome) -> None:
-        self._tasks.put(partial(self._settle, work, samples, outcome))
-
-    def _chosen(self, work: Work) -> Iterator[Chosen]:
-        """The samples that are to have a file; the others are rejected."""
-        for sequence in work.sequences:
+    def _files(self, staged: StagedBatch, numbers: range) -> Iterator[tuple[int, Sample, str]]:
+        """Of the samples that are to have a file; the others are rejected."""
+        for number in numbers:
             if self._error is not None:
                 break
-            bad = work.staged.first_bad_token(sequence)
+            bad = staged.first_bad_token(number)
             if bad is not None:
-                self._reject(work.staged, sequence, *bad)
+                self._reject(staged, number, *bad)
                 continue
-            sample = work.staged.batch.samples[sequence]
-            yield sequence, sample, self._top + self._layout.path(sample.row, sample.turn)
-
-    def _settle(self, work: Work, samples: list[Sample], outcome: Outcome) -> None:
-        """Lines of what is written, but in mode "group"; whoever is the last of a batch ends it."""
-        written = list(zip(samples, outcome.done, strict=False))
-        try:
-            if self._durability != "group":
-                lines = [(sample, file.written) for sample, file in written]
-                self._journal.finished_together(lines)
-                self._count(lines, outcome.seconds)
-                written = []
-            if outcome.error is not None:
-                raise outcome.error
-        except BaseException as error:
-            self._fail(error)
-        if work.group.add(len(work.sequences), written):
-            self._ring.release(work.staged.let_go())
-            self._arrived(-1)
-            self._finish(work.group)
-
-    def _goes_on(self) -> bool:
-        return self._error is None
-
-    def _finish(self, group: "Group") -> None:
-        """What a batch written in group mode still needs, or on an error all that is left of it."""
-        try:
-            if self._error is None:
-                group.commit(self._journal, self._count)
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            group.discard()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = error
-
-    def _count(self, items: Sequence[tuple[Sample, Written]], seconds: float = 0.0) -> None:
-        with self._lock:
-            self.progress.samples += len(items)
-            self.progress.tokens += sum(len(sample) for sample, _ in items)
-            self.progress.bytes += sum(written.size for _, written in items)
-            self.progress.write_seconds += seconds
+            sample = staged.batch.samples[number]
+            yield number, sample, self._top + self._layout.path(sample.row, sample.turn)
 
     def _reject(self, staged: StagedBatch, sequence: int, plane: Plane, token: int) -> None:
         sample = staged.batch.samples[sequence]
@@ -396,38 +336,42 @@ class Writer:
         self._journal.rejected(reject)
         logger.warning("rejected row %d (%s): %s", sample.row, sample.id, reject.detail)
         with self._lock:
-            self.rejects.append(reject)
             self.progress.rejected += 1
 
+    # From what was written to journal lines ---------------------------------------------------
 
-class Group:
-    """A batch's files between being written and counting as done."""
+    def _settle(self, order: Order, outcome: Outcome) -> None:
+        """Lines of what is written, but in mode "group"; whoever is the last of a batch ends it."""
+        samples = (sample for _, sample, _ in order.files)
+        written = list(zip(samples, outcome.done, strict=False))
+        try:
+            if self._durability != "group":
+                lines = [(sample, file.written) for sample, file in written]
+                self._journal.finished_together(lines)
+                self._count(lines, outcome.seconds)
+                written = []
+            if outcome.error is not None:
+                raise outcome.error
+        except BaseException as error:
+            self._fail(error)
+        if order.group.add(order.stands_for, written):
+            self._ring.release(order.staged.let_go())
+            self._busy.change(-1)
+            self._finish(order.group)
 
-    def __init__(self, size: int) -> None:
-        self._left = size
-        self._pending: list[tuple[Sample, Pending]] = []
-        self._lock = threading.Lock()
+    def _finish(self, group: Group) -> None:
+        """What a batch written in group mode still needs, or on an error all that is left of it."""
+        try:
+            if self._error is None:
+                group.commit(self._journal, self._count)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            group.discard()
 
-    def add(self, count: int, pending: Sequence[tuple[Sample, Pending]]) -> bool:
-        """That many samples are dealt with, but for those pending. True for the last."""
+    def _count(self, items: Sequence[tuple[Sample, Written]], seconds: float = 0.0) -> None:
         with self._lock:
-            self._pending += pending
-            self._left -= count
-            return self._left == 0
-
-    def commit(
-        self, journal: Journal, count: Callable[[Sequence[tuple[Sample, Written]]], None]
-    ) -> None:
-        """Files to disk, then their names, then their lines: a line never outlives its file."""
-        for _, pending in self._pending:
-            pending.sync()
-        done = [(sample, pending.commit()) for sample, pending in self._pending]
-        for folder in {pending.folder for _, pending in self._pending}:
-            sync_path(folder)
-        self._pending.clear()
-        journal.finished_together(done)
-        count(done)
-
-    def discard(self) -> None:
-        for _, pending in self._pending:
-            pending.discard()
+            self.progress.samples += len(items)
+            self.progress.tokens += sum(len(sample) for sample, _ in items)
+            self.progress.bytes += sum(written.size for _, written in items)
+            self.progress.write_seconds += seconds

@@ -26,6 +26,7 @@ def run(
     from extractor.cli import outcome
     from extractor.plan import request
     from extractor.run import extract
+    from extractor.write.writer import ORDINARY
     from tests.support import faulty_writer
     from tests.support.fake_engine import FakeBackend
     from tests.support.faults import Faults
@@ -39,9 +40,10 @@ def run(
         return real(*args, **kwargs)  # pyright: ignore
 
     request.prepare = slow_prepare  # pyright: ignore
+    workers = ORDINARY
     if any(fault.kind == "processes" for fault in faults):
-        faulty_writer.use(faults, log)
-    return outcome(lambda: extract.extract(argv, backend=backend, stop=stop))
+        workers = faulty_writer.workers(faults, log)
+    return outcome(lambda: extract.extract(argv, backend=backend, stop=stop, workers=workers))
 
 
 def main() -> None:

@@ -6,23 +6,24 @@ usage: faulty_writer.py DESCRIPTOR PARENT FAULTS_AS_JSON LOG
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from extractor.write import child
 from tests.support.faults import Fault, Faults, from_json, to_json
 
+if TYPE_CHECKING:
+    from extractor.write.writer import Workers
 
-def use(faults: Sequence[Fault], log: Path | None) -> None:
-    """Have this rank write through processes, as one with a GPU does, in which these faults happen."""
 
-    from extractor.run import loop  # not in the processes, which start without PyTorch
-    from extractor.write import process  # not in the processes, which start without PyTorch
+def workers(faults: Sequence[Fault], log: Path | None) -> "Workers":
+    """Have a rank write through processes, as one with a GPU does, in which these faults happen."""
+    from extractor.write.writer import Workers  # not in the processes, which start without PyTorch
 
     def command(descriptor: int, parent: int) -> list[str]:
         numbers = [str(descriptor), str(parent)]
         return [sys.executable, "-m", __name__, *numbers, to_json(faults), str(log or "")]
 
-    process.command = command
-    loop.uses_processes = lambda _: True
+    return Workers(are_processes=lambda _: True, command=command)
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,39 +20,41 @@ from extractor import files, pages
 from extractor.errors import RunError
 from extractor.files import write_files
 from extractor.layouts import Layout
-from extractor.layouts.planes import FP8
+from extractor.layouts.planes import FP8, Plane
 from extractor.layouts.safetensors import Framed
 from extractor.output.journal import JOURNAL, Journal, read_entries
 from extractor.records import Batch, Sample
 from extractor.run import meter
-from extractor.write import child, pool, writer
-from extractor.write import process as writer_process
+from extractor.write import child
+from extractor.write import process as process_module
 from extractor.write.buffers import HostRing
+from extractor.write.order import Group, Order, Outcome
+from extractor.write.pool import Processes
+from extractor.write.process import Parcel, WriterProcess, command
 from extractor.write.staging import StagedBatch
+from extractor.write.writer import FIRST_THREADS, Workers, Writer
 from tests.support.written import make_layout, make_samples, write_folder
 
 PIDFD_GETFD = 438  # on every architecture of Linux
 
 
-def test_a_system_without_more_threads_only_has_fewer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, refused = writer.Writer._start_thread, 0
+def test_a_system_without_more_threads_only_has_fewer(tmp_path: Path) -> None:
+    started = refused = 0
 
-    def few(self: writer.Writer) -> None:
-        nonlocal refused
-        if len(self._threads) >= writer.FIRST_THREADS:
+    def few(thread: threading.Thread) -> None:
+        nonlocal started, refused
+        if started >= FIRST_THREADS:
             refused += 1
             raise RuntimeError("can't start new thread")
-        start(self)
+        started += 1
+        thread.start()
 
     def slow(*args: Any, **more: Any) -> Any:
         time.sleep(0.005)
         return write_files(*args, **more)
 
-    monkeypatch.setattr(writer.Writer, "_start_thread", few)
-    monkeypatch.setattr(writer, "write_files", slow)  # so that samples wait for threads
-    write(tmp_path, "none", 6, 64, 32)
+    workers = Workers(start=few, write=slow)  # slow, so that samples wait for threads
+    write(tmp_path, "none", 6, 64, 32, workers=workers)
     assert refused == 1
     assert len(list(read_entries(tmp_path))) == 6 * BATCH
     assert len(list(tmp_path.glob("samples/*/*.safetensors"))) == 6 * BATCH
@@ -100,13 +103,13 @@ def test_processes_write_what_threads_write(
     samples = make_samples()
     layout = make_layout(name, samples=samples, **more)
     write_folder(tmp_path / "threads", layout, samples, durability=mode)
-    sent, real = [], writer_process.WriterProcess.send
+    sent, real = [], WriterProcess.send
 
-    def send(self: writer_process.WriterProcess, order: writer_process.Order) -> None:
-        sent.extend(order.files)
-        real(self, order)
+    def send(self: WriterProcess, parcel: Parcel) -> None:
+        sent.extend(parcel.files)
+        real(self, parcel)
 
-    monkeypatch.setattr(writer_process.WriterProcess, "send", send)
+    monkeypatch.setattr(WriterProcess, "send", send)
     write_folder(tmp_path / "processes", layout, samples, durability=mode, processes=True)
     here, there = files_of(tmp_path / "threads"), files_of(tmp_path / "processes")
     assert len(here) >= len(samples) and here == there
@@ -127,8 +130,8 @@ def test_without_processes_threads_write(
     def none(*_: Any, **__: Any) -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(writer_process, "command", lambda *_: ["/bin/false"])
-    write(tmp_path / "end", "none", 2, 4, 2, processes=True)
+    none_begins = Workers(command=lambda *_: ["/bin/false"])
+    write(tmp_path / "end", "none", 2, 4, 2, processes=True, workers=none_begins)
     monkeypatch.setattr(subprocess, "Popen", none)
     write(tmp_path / "none", "none", 2, 4, 2, processes=True)
     said = [text for text in caplog.messages if "threads write instead" in text]
@@ -141,16 +144,16 @@ def test_a_process_that_dies_ends_the_run_with_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    real = writer_process.WriterProcess.receive
+    real = WriterProcess.receive
 
-    def then_killed(self: writer_process.WriterProcess) -> writer_process.Outcome | None:
+    def then_killed(self: WriterProcess) -> Outcome | None:
         outcome = real(self)
         if outcome is None:
             started.append(self.pid)
             os.kill(self.pid, signal.SIGKILL)
         return outcome
 
-    monkeypatch.setattr(writer_process.WriterProcess, "receive", then_killed)
+    monkeypatch.setattr(WriterProcess, "receive", then_killed)
     with pytest.raises(RunError, match="a writer process ended by signal 9"):
         write(tmp_path, "none", 2, 4, 2, processes=True)
     assert started and not any(Path(f"/proc/{pid}").exists() for pid in started)
@@ -174,7 +177,7 @@ def test_a_disk_error_of_a_process_names_the_file(tmp_path: Path) -> None:
 
 
 def staged_alone(
-    team: writer.Writer,
+    team: Writer,
     ring: HostRing,
     layout: Layout,
     number: int,
@@ -193,7 +196,7 @@ def test_what_is_in_no_slot_is_written_by_a_thread(tmp_path: Path) -> None:
     layout = make_layout("native", samples=samples)
     ring = HostRing(layout.row_bytes * 40, 2, pinned=False, shared=True)
     lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
-    team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=2, processes=True)
+    team = Writer(tmp_path, lines, ring, layout=layout, threads=2, processes=True)
     team.wait_until_ready()
     slots: list[bool] = []
     for number, sample in enumerate(samples):
@@ -211,8 +214,8 @@ def test_what_is_in_no_slot_is_written_by_a_thread(tmp_path: Path) -> None:
         assert all((s.view(torch.uint8) == number).all() for s in loaded.states.values())
 
 
-def ready_process() -> writer_process.WriterProcess:
-    process = writer_process.WriterProcess()
+def ready_process() -> WriterProcess:
+    process = WriterProcess()
     assert process.receive() is None and process.ready
     return process
 
@@ -228,7 +231,7 @@ def test_a_writer_holds_no_slots_that_the_ring_gave_up(tmp_path: Path) -> None:
     layout = make_layout("native", samples=samples)
     ring = HostRing(1 << 20, 4, pinned=False, shared=True)
     lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
-    team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=3, processes=True)
+    team = Writer(tmp_path, lines, ring, layout=layout, threads=3, processes=True)
     for number, sample in enumerate(samples):
         team.submit(staged_alone(team, ring, layout, number, sample))
     large = ring.acquire(4 << 20, team.check)  # comes when nothing else is in flight
@@ -259,37 +262,34 @@ def test_a_python_without_shared_memory_writes_by_threads(monkeypatch: pytest.Mo
     assert not pages.can_share()
 
 
-def test_a_crew_that_cannot_begin_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> None:
+def test_processes_that_cannot_begin_end_the_run(tmp_path: Path) -> None:
+    def broken(*_: int) -> list[str]:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(pool, "WriterProcess", broken)
     with pytest.raises(RunError, match="a bug"):
-        write(tmp_path, "none", 6, 4, 2, processes=True)
+        write(tmp_path, "none", 6, 4, 2, processes=True, workers=Workers(command=broken))
 
 
-def slow_to_start(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    real = writer_process.command
-
-    def command(descriptor: int, parent: int) -> list[str]:
-        first, *rest = real(descriptor, parent)
-        return ["/bin/sh", "-c", f'sleep {seconds}; exec "$@"', "sh", first, *rest]
-
-    monkeypatch.setattr(writer_process, "command", command)
+def slow_to_start(descriptor: int, parent: int) -> list[str]:
+    first, *rest = command(descriptor, parent)
+    return ["/bin/sh", "-c", 'sleep 2; exec "$@"', "sh", first, *rest]
 
 
-def test_batches_land_while_the_first_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_land_while_the_first_process_starts(tmp_path: Path) -> None:
     """Or the device would hold what was captured until then."""
-    slow_to_start(monkeypatch, 2.0)
     samples = make_samples()
     layout = make_layout("native", samples=samples)
     ring = HostRing(1 << 20, len(samples), pinned=False, shared=True)
     lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
-    team = writer.Writer(tmp_path, lines, ring, layout=layout, threads=2, processes=True)
+    team = Writer(
+        tmp_path,
+        lines,
+        ring,
+        layout=layout,
+        threads=2,
+        processes=True,
+        workers=Workers(command=slow_to_start),
+    )
     staged: list[StagedBatch] = []
     for number, sample in enumerate(samples):
         staged.append(staged_alone(team, ring, layout, number, sample, [torch.zeros(4)]))
@@ -301,67 +301,86 @@ def test_batches_land_while_the_first_process_starts(
     assert len(files_of(tmp_path)) == len(samples)
 
 
-def orders_of(
-    folder: Path, ring: HostRing, count: int, inline: int, settled: list[writer_process.Outcome]
-) -> list[writer_process.Order]:
-    buffer = ring.acquire(ring.slot_bytes, lambda: None)
-    slot = buffer.slot
-    assert slot is not None
-    ring.release(buffer)  # there for as long as the ring is
-    return [
-        writer_process.Order(
-            slot,
-            0,
-            [(os.fsencode(folder / str(number)), bytes(inline), [(0, 4)], b"")],
+@dataclass
+class Around:
+    """A layout of whose files only the bytes around the states are asked for."""
+
+    inline: int
+
+    def frame(self, sample: Sample) -> tuple[bytes, bytes]:
+        return bytes(self.inline), b""
+
+
+class Pool:
+    """Worker processes without a writer, and what came of their orders."""
+
+    def __init__(self, count: int, inline: int = 100) -> None:
+        self.errors: list[BaseException] = []
+        self.settled: list[Outcome] = []
+        self.ring = HostRing(1 << 16, 1, pinned=False, shared=True)
+        self.layout = Around(inline)
+        self.processes = Processes(
+            cast(Framed, self.layout),
+            self.ring,
             "none",
-            settled.append,
-            lambda: None,
+            count,
+            count,
+            go_on=lambda: not self.errors,
+            settle=lambda _, outcome: self.settled.append(outcome),
+            decline=lambda _: None,
+            fail=self.errors.append,
         )
-        for number in range(count)
-    ]
+
+    def orders(self, folder: Path, count: int) -> list[Order]:
+        """Of a file of one token each."""
+        buffer = self.ring.acquire(self.ring.slot_bytes, lambda: None)
+        self.ring.release(buffer)  # there for as long as the ring is
+        sample = make_samples((1, 1, 1))[0]
+        planes = (Plane("", (), torch.float32, 0),)
+        batch = Batch.of(0, (sample,))
+        staged = StagedBatch(batch, planes, buffer, torch.ones(1, 1, dtype=torch.bool))
+        paths = [str(folder / str(number)) for number in range(count)]
+        return [Order(staged, Group(1), 1, [(0, sample, path)]) for path in paths]
 
 
 def test_a_process_that_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
     """In a file, say; what it is sent meanwhile may be longer than a socket holds."""
-    errors: list[BaseException] = []
-    settled: list[writer_process.Outcome] = []
-    team = pool.Crew(3, 3, lambda: not errors, errors.append)
+    pool = Pool(3)
+    team, settled = pool.processes, pool.settled
     team.wait_until_ready()
     assert team.size == len(team._processes)
     stopped = team._processes[0].pid
     os.kill(stopped, signal.SIGSTOP)
-    small, large = (HostRing(1 << 16, 1, pinned=False, shared=True) for _ in range(2))
     for folder in (tmp_path / "small", tmp_path / "large"):
         folder.mkdir()
     try:
-        team.put(orders_of(tmp_path / "small", small, 3, 100, settled))  # one each
+        team.put(pool.orders(tmp_path / "small", 3))  # one each
         wait_for(lambda: len(settled) == 2)
-        team.put(orders_of(tmp_path / "large", large, 20, 300_000, settled))
+        pool.layout.inline = 300_000
+        team.put(pool.orders(tmp_path / "large", 20))
         wait_for(lambda: len(settled) == 22)
     finally:
         os.kill(stopped, signal.SIGCONT)
     team.close()
-    assert len(settled) == 23 and not errors and len(list(tmp_path.glob("*/*"))) == 23
+    assert len(settled) == 23 and not pool.errors and len(list(tmp_path.glob("*/*"))) == 23
 
 
 def test_all_is_settled_before_the_processes_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their maps of whole buffers take a while to go, which is no time of a run's files."""
-    may_go, join = threading.Event(), writer_process.WriterProcess.join
+    may_go, join = threading.Event(), WriterProcess.join
 
-    def late(process: writer_process.WriterProcess, seconds: float) -> None:
+    def late(process: WriterProcess, seconds: float) -> None:
         may_go.wait(20)
         join(process, seconds)
 
-    monkeypatch.setattr(writer_process.WriterProcess, "join", late)
-    errors: list[BaseException] = []
-    settled: list[writer_process.Outcome] = []
-    team = pool.Crew(2, 2, lambda: not errors, errors.append)
-    ring = HostRing(1 << 16, 1, pinned=False, shared=True)
-    team.put(orders_of(tmp_path, ring, 5, 100, settled))
+    monkeypatch.setattr(WriterProcess, "join", late)
+    pool = Pool(2)
+    team = pool.processes
+    team.put(pool.orders(tmp_path, 5))
     team.drain()
-    assert len(settled) == 5 and team._thread.is_alive() and not errors
+    assert len(pool.settled) == 5 and team._thread.is_alive() and not pool.errors
     may_go.set()
     team.close()
     assert not team._thread.is_alive() and not team._processes
@@ -371,9 +390,7 @@ def test_a_runs_memory_has_its_processes_in_it(tmp_path: Path) -> None:
     ring = HostRing(1 << 20, 2, pinned=False, shared=True)
     lines = Journal(tmp_path / JOURNAL / "0000.jsonl")
     layout = make_layout("native", samples=make_samples())
-    team = writer.Writer(
-        tmp_path, lines, ring, layout=layout, threads=3, at_once=True, processes=True
-    )
+    team = Writer(tmp_path, lines, ring, layout=layout, threads=3, at_once=True, processes=True)
     team.wait_until_ready()
     ring.make_ready(2)
     seen = meter.HostMemory(bound=0, before=0)
@@ -393,10 +410,9 @@ def wait_for(reached: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def test_an_end_that_the_socket_does_not_tell_is_noticed(tmp_path: Path) -> None:
-    """Another child may hold the other side open; and the crew is never idle meanwhile."""
-    errors: list[BaseException] = []
-    settled: list[writer_process.Outcome] = []
-    team = pool.Crew(2, 2, lambda: not errors, errors.append)
+    """Another child may hold the other side open; and the pool is never idle meanwhile."""
+    pool = Pool(2)
+    team, errors = pool.processes, pool.errors
     team.wait_until_ready()
     assert team.size == len(team._processes)
     victim = team._processes[0]
@@ -406,9 +422,8 @@ def test_an_end_that_the_socket_does_not_tell_is_noticed(tmp_path: Path) -> None
     other = _take_descriptor(opened, numbers[0])
     try:
         os.kill(victim.pid, signal.SIGKILL)
-        ring = HostRing(1 << 16, 1, pinned=False, shared=True)
         end = time.monotonic() + 15
-        for order in orders_of(tmp_path, ring, 1000, 10, settled):
+        for order in pool.orders(tmp_path, 1000):
             if errors or time.monotonic() > end:
                 break
             team.put([order])
@@ -434,7 +449,7 @@ def test_a_descriptor_that_does_not_arrive_ends_the_run(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(writer_process.socket, "send_fds", refuse)
+    monkeypatch.setattr(process_module.socket, "send_fds", refuse)
     with pytest.raises(RunError, match="errno 24"):
         write(tmp_path, "group", 6, 4, 2, processes=True)
 
@@ -443,7 +458,7 @@ def test_a_thread_with_a_bug_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     def broken(*_: Any) -> bool:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(writer.Group, "add", broken)
+    monkeypatch.setattr(Group, "add", broken)
     with pytest.raises(RunError, match="a bug"):
         write(tmp_path, "none", 6, 4, 2)
 
@@ -463,7 +478,7 @@ def test_slots_given_back_take_no_memory(tmp_path: Path) -> None:
     slot = buffer.slot
     assert slot is not None
     files = [(os.fsencode(tmp_path / "file"), b"top:", [(size - 4, 4)], b":end")]
-    process.send(writer_process.Order(slot, 0, files, "none", lambda _: None, lambda: None))
+    process.send(Parcel(slot, 0, files, "none", cast(Order, None)))
     outcome = process.receive()
     assert outcome is not None and outcome.error is None and len(outcome.done) == 1
     assert (tmp_path / "file").read_bytes() == b"top:\1\1\1\1:end"

@@ -46,7 +46,7 @@ from extractor.ranks.signals import StopSignals
 from extractor.ranks.watch import Watch
 from extractor.ranks.world import World
 from extractor.records import Batch, CapturedBatch
-from extractor.run.loop import Writing, follow, write_batches
+from extractor.run.loop import Sink, Writing, follow, write_batches
 from extractor.states import States
 from extractor.write.buffers import HostRing
 from extractor.write.staging import Stager
@@ -116,11 +116,11 @@ class Load:
     def tokens(self) -> int:
         return sum(batch.num_tokens for batch in self.batches)
 
-    def begin_writing(self, device: torch.device) -> Writing | None:
+    def begin_writing(self, sink: Sink, device: torch.device) -> Writing | None:
         """On the writer."""
         if self.store is None or self.order is None or self.layout is None:
             return None
-        return Writing.begin(self.store, self.order, self.layout, self.budget, device)
+        return Writing.begin(self.store, self.order, self.layout, self.budget, sink, device)
 
 
 def prepare_load(args: argparse.Namespace, place: Place, device: torch.device, work: Path) -> Load:
@@ -226,7 +226,8 @@ class Bench:
     def whole(self, output: Path) -> Timed:
         self.engine.mark(self._states)
         timed = TimedEngine(cast(Engine, self.engine), self.device)
-        writing = self.load.begin_writing(self.device)
+        sink = Sink(output=output, journal="0000.jsonl", threads=self._writers)
+        writing = self.load.begin_writing(sink, self.device)
         if writing is not None:  # before the others' clocks begin
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
@@ -239,18 +240,15 @@ class Bench:
             _synchronize(self.device)
             seconds = time.perf_counter() - mark
             return Timed(seconds, _shares(timed, seconds) | {"for_writer": round(ear.seconds, 2)})
-        return self._write(timed, writing, output)
+        return self._write(timed, writing)
 
-    def _write(self, timed: TimedEngine, writing: Writing, output: Path) -> Timed:
+    def _write(self, timed: TimedEngine, writing: Writing) -> Timed:
         _, wrote = write_batches(
             cast(Engine, timed),
             self.world,
             self._watch,
             writing,
-            output=output,
-            journal="0000.jsonl",
-            threads=self._writers,
-            counter=f"batch{next(self._turns)}",
+            f"batch{next(self._turns)}",
         )
         if wrote["samples"] != len(writing.store.lengths):
             sys.exit(f"stopped after {wrote['samples']} samples of {len(writing.store.lengths)}")

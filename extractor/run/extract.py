@@ -25,7 +25,7 @@ from extractor.ranks.signals import Stopped, StopSignals
 from extractor.ranks.watch import Watch
 from extractor.ranks.world import World, is_broken_connection
 from extractor.run.lead import Job, Lead, check_count, finish, hear_job, lead_and_tell, read_plan
-from extractor.run.loop import Writing, follow, write_batches
+from extractor.run.loop import Sink, Writing, follow, write_batches
 from extractor.run.provenance import mark_end, run_path
 from extractor.states import States
 from extractor.torchrun import Launch, record_error
@@ -186,7 +186,7 @@ def _work(
     world.join_replica(device)  # in C code, where each waits for all: not interrupted
     writing = None
     if place.is_writer:
-        writing = _begin_writing(config, device, job, lead, spec, budget, workers)
+        writing = _begin_writing(config, place, device, job, lead, spec, budget, workers)
     with watch.stop.interrupting():
         engine = backend.build(
             spec,
@@ -228,18 +228,7 @@ def _work(
         watch.stop.drained()
         return int(world.hear("answer", watch.check))
     mark = time.perf_counter()
-    index, count = config.shard_index
-    prefix = "" if count == 1 else f"s{index}of{count}-"
-    stopped, stats = write_batches(
-        engine,
-        world,
-        watch,
-        writing,
-        output=config.output,
-        journal=f"{prefix}{place.replica:04d}.jsonl",
-        durability=config.durability,
-        threads=config.writers,
-    )
+    stopped, stats = write_batches(engine, world, watch, writing)
     world.tell(f"done/{place.replica}", {**stats, "stopped": stopped})
     if lead is None:
         return int(world.hear("answer", watch.check))
@@ -254,6 +243,7 @@ def _work(
 
 def _begin_writing(
     config: ExtractConfig,
+    place: Place,
     device: torch.device,
     job: Job,
     lead: Lead | None,
@@ -267,7 +257,16 @@ def _begin_writing(
     else:
         store, batches = PreparedStore.open(Path(job.store)), read_plan(job.plan)
         layout = make_layout(config, spec, job.stored, job.dtype, store)
-    return Writing.begin(store, batches, layout, budget, device, workers)
+    index, count = config.shard_index
+    prefix = "" if count == 1 else f"s{index}of{count}-"
+    sink = Sink(
+        output=config.output,
+        journal=f"{prefix}{place.replica:04d}.jsonl",
+        durability=config.durability,
+        threads=config.writers,
+        workers=workers,
+    )
+    return Writing.begin(store, batches, layout, budget, sink, device)
 
 
 def _together(world: World, what: str, watch: Watch) -> None:

@@ -6,11 +6,10 @@ import os
 import queue
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +28,7 @@ from extractor.ranks.signals import Stopped
 from extractor.ranks.watch import Watch
 from extractor.ranks.world import World
 from extractor.records import Batch
-from extractor.run.meter import HostMemory, Timeline, Waits, resident_bytes
+from extractor.run.meter import HostMemory, Meter, resident_bytes
 from extractor.write.buffers import HostRing
 from extractor.write.staging import Stager
 from extractor.write.writer import ORDINARY, Workers, Writer
@@ -37,7 +36,43 @@ from extractor.write.writer import ORDINARY, Workers, Writer
 # The loop launches hundreds of kernels a batch and asks for the interpreter at each: a thread that kept
 # it for the usual 5 ms would starve the device.
 SWITCH_SECONDS = 0.0005
-LOOK_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sink:
+    """Where a replica's files go, and how they are written.
+
+    Attributes:
+        output: the folder.
+        journal: name of this writer's journal.
+        durability: see Writer.
+        threads: or worker processes, that write files; None for as many as it takes, up to the cores
+            and MOST_WRITERS (plan/budget.py).
+        workers: how the writer comes by them.
+    """
+
+    output: Path
+    journal: str
+    durability: Durability = "none"
+    threads: int | None = None
+    workers: Workers = ORDINARY
+
+    def open_journal(self) -> Journal:
+        return Journal(self.output / JOURNAL / self.journal, sync=self.durability != "none")
+
+    def open_writer(self, journal: Journal, ring: HostRing, layout: Layout, watch: Watch) -> Writer:
+        return Writer(
+            self.output,
+            journal,
+            ring,
+            layout=layout,
+            threads=self.threads or min(MOST_WRITERS, max(len(os.sched_getaffinity(0)), 2)),
+            at_once=self.threads is not None,
+            processes=ring.is_shared,
+            durability=self.durability,
+            landing=watch.step,
+            workers=self.workers,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +82,7 @@ class Writing:
     Attributes:
         batches: all of them, of all replicas.
         ring: of budget's slots, or of fewer when there are fewer batches.
-        workers: how the writer comes by threads and processes.
+        sink: where the files go.
     """
 
     store: PreparedStore
@@ -55,7 +90,7 @@ class Writing:
     layout: Layout
     budget: Budget
     ring: HostRing
-    workers: Workers = ORDINARY
+    sink: Sink
 
     @classmethod
     def begin(
@@ -64,134 +99,125 @@ class Writing:
         batches: Plan,
         layout: Layout,
         budget: Budget,
+        sink: Sink,
         device: torch.device,
-        workers: Workers = ORDINARY,
     ) -> "Writing":
         """Buffers are found and page-locked from now on, in threads: a large one takes as long as a
         pass, so this is for before the model is loaded. Raises RunError where there is no memory."""
         # What threads write is not shared: shared memory is slower to come by.
-        shared = workers.are_processes(device) and isinstance(layout, Framed) and pages.can_share()
+        by_processes = sink.workers.are_processes(device) and isinstance(layout, Framed)
         slots = max(min(budget.slots, len(batches)), 1)
-        ring = HostRing(budget.slot_bytes, slots, pinned=device.type == "cuda", shared=shared)
+        ring = HostRing(
+            budget.slot_bytes,
+            slots,
+            pinned=device.type == "cuda",
+            shared=by_processes and pages.can_share(),
+        )
         # A sample longer than a slot, a batch by itself, takes the place of some.
         longer = budget.longest > budget.max_tokens
         displaced = -(-budget.longest // budget.max_tokens) if longer else 0
         ring.make_ready(min(slots - displaced, RING_SLOTS))
-        return cls(
-            store=store,
-            batches=batches,
-            layout=layout,
-            budget=budget,
-            ring=ring,
-            workers=workers,
-        )
+        return cls(store=store, batches=batches, layout=layout, budget=budget, ring=ring, sink=sink)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.batches.tokens(self.store.lengths).sum())
+
+    def numbers(self, world: World, counter: str) -> Iterator[int]:
+        """Of the batches that this replica takes, while there are any."""
+        while (number := world.next_number(counter)) < len(self.batches):
+            yield number
+
+    def batch(self, number: int) -> Batch:
+        indices = self.batches.batch(number)
+        return Batch.of(number, tuple(self.store.sample(int(index)) for index in indices))
 
 
-def write_batches(
-    engine: Engine,
-    world: World,
-    watch: Watch,
-    writing: Writing,
-    *,
-    output: Path,
-    journal: str,
-    durability: Durability = "none",
-    threads: int | None = None,
-    counter: str = "batch",
-) -> tuple[bool, dict[str, Any]]:
-    """Write this replica's share of the batches.
+class Parts(NamedTuple):
+    """What works beside the model while a replica's batches are written."""
 
-    Args:
-        journal: name of this writer's.
-        threads: or processes, that write files; None for as many as it takes, up to the cores and
-            MOST_WRITERS (plan/budget.py).
-        counter: in torchrun's store, from which replicas take numbers of batches.
+    source: "Prefetch"
+    writer: Writer
+    meter: Meter
 
-    Returns whether a signal stopped it, and what run.json says of it. Raises what pump raises.
-    """
-    sys.setswitchinterval(SWITCH_SECONDS)
-    device = engine.info.device
-    store, batches, layout, ring = writing.store, writing.batches, writing.layout, writing.ring
+
+@contextlib.contextmanager
+def _at_work(world: World, watch: Watch, writing: Writing, counter: str) -> Generator[Parts]:
+    """Opens all that write_batches needs, and closes it, also after an error."""
+    ring = writing.ring
     if not ring.is_shared:  # its pages are this process's own, once they are found
         ring.wait_until_ready()
     memory = HostMemory(writing.budget.host_bytes, resident_bytes() - ring.private_bytes)
-    lines = Journal(output / JOURNAL / journal, sync=durability != "none")
-    writer = Writer(
-        output,
-        lines,
-        ring,
-        layout=layout,
-        threads=threads or min(MOST_WRITERS, max(len(os.sched_getaffinity(0)), 2)),
-        at_once=threads is not None,
-        processes=ring.is_shared,
-        durability=durability,
-        landing=watch.step,
-        workers=writing.workers,
+    journal = writing.sink.open_journal()
+    writer = writing.sink.open_writer(journal, ring, writing.layout, watch)
+    quiet = world.place.rank != 0
+    meter = Meter(
+        writer, ring, memory, ProgressLine("extracting", writing.tokens, "token", quiet=quiet)
     )
-    total = int(batches.tokens(store.lengths).sum())
-    line = ProgressLine("extracting", total, "token", quiet=world.place.rank != 0)
-    waits, timeline = Waits(), Timeline()
-
-    def numbers() -> Iterator[int]:
-        while (number := world.next_number(counter)) < len(batches):
-            yield number
-
-    def make(number: int) -> Batch:
-        return Batch.of(number, tuple(store.sample(int(i)) for i in batches.batch(number)))
-
-    def step() -> None:
-        at, done = time.perf_counter() - begun, writer.progress
-        nonlocal looked
-        if at - looked > LOOK_SECONDS:  # at some of many short steps
-            looked = at
-            memory.look(ring, writer)
-        timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
-        line.set(
-            done.tokens,
-            lambda: f"{done.bytes / at / 1e9:.2f} GB/s, waits for {waits.most()}",
-        )
-
-    looked = -LOOK_SECONDS
-    source = Prefetch(numbers(), make)
-    began, begun = time.time(), time.perf_counter()
+    source = Prefetch(writing.numbers(world, counter), writing.batch)
     try:
-        stopped = pump(
-            engine,
-            world,
-            source,
-            Stager(layout.planes, device),
-            ring,
-            writer,
-            waits,
-            watch,
-            step,
-        )
-        lines.close()
-        seconds = time.perf_counter() - begun
+        yield Parts(source, writer, meter)
+        journal.close()
+        meter.stop()
         watch.stop.drained()
     finally:
         source.close()
-        line.close()
+        meter.close()
         # The samples are written; that buffers and who maps them are gone takes a while yet.
         writer.end_processes()
         ring.close()
-    progress = writer.progress
+
+
+def write_batches(
+    engine: Engine, world: World, watch: Watch, writing: Writing, counter: str = "batch"
+) -> tuple[bool, dict[str, Any]]:
+    """Write this replica's share of the batches, until there are no more or a signal came.
+
+    The host buffer is taken before the replica hears of a batch, so that when the disk is behind the
+    other ranks wait here, in a CPU broadcast, and never in a collective on the GPU.
+
+    counter: in torchrun's store, from which replicas take numbers of batches.
+
+    Returns whether a signal stopped it, and what run.json says of it. Raises the writer's error, and
+    PeerError when another rank has failed."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    device, stop, stopped = engine.info.device, watch.stop, False
+    stager = Stager(writing.layout.planes, device)
+    with _at_work(world, watch, writing, counter) as (source, writer, meter):
+
+        def check() -> None:
+            writer.check()
+            watch.check()
+            if stop.asked is not None:  # the batch that waits for a buffer has not begun
+                raise Stopped(stop.asked)
+
+        try:
+            while True:
+                with meter.waiting_for_data():
+                    batch = None if stop.asked else source.next()
+                stopped = stop.asked is not None
+                if batch is None:
+                    break
+                try:
+                    with meter.waiting_for_a_buffer():
+                        buffer = writing.ring.acquire(stager.nbytes(batch.num_tokens), check)
+                except Stopped:
+                    stopped = True
+                    break
+                with meter.launching():
+                    with watch.step("pass", str(batch), batch.num_tokens):
+                        world.share_batch(batch)
+                        staged = stager.stage(engine.forward(batch), buffer)
+                    writer.submit(staged)
+                meter.step()
+            world.share_batch(None)
+        finally:
+            writer.drain()
+        meter.step()
     return stopped, {
         "replica": world.place.replica,
         "device": _device_name(device),
-        "began": round(began, 3),
-        "seconds": round(seconds, 3),
-        "samples": progress.samples,
-        "rejected": progress.rejected,
-        "tokens": progress.tokens,
-        "bytes": progress.bytes,
-        "tokens_per_second": round(progress.tokens / seconds, 1),
-        "waits": {name: round(value, 3) for name, value in waits.by_kind.items()},
-        "launching": round(waits.launching, 3),
-        "landing": round(progress.wait_seconds, 3),
-        "writing": round(progress.write_seconds, 3),
-        "host_memory": asdict(memory),
-        "timeline": timeline.points,
+        **meter.report(),
     }
 
 
@@ -201,65 +227,6 @@ def _device_name(device: torch.device) -> str:
         return str(device)
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name}, GPU-{properties.uuid}"
-
-
-def pump(
-    engine: Engine,
-    world: World,
-    source: "Prefetch",
-    stager: Stager,
-    ring: HostRing,
-    writer: Writer,
-    waits: Waits,
-    watch: Watch,
-    on_step: Callable[[], None],
-) -> bool:
-    """Batches through the model to the writer, until there are no more or a signal came.
-
-    The host buffer is taken before the replica hears of a batch, so that when the disk is behind the
-    other ranks wait here, in a CPU broadcast, and never in a collective on the GPU. Returns whether it
-    was stopped; raises the writer's error, and PeerError when another rank has failed."""
-    stop, stopped = watch.stop, False
-    clock = time.perf_counter
-
-    def check() -> None:
-        writer.check()
-        watch.check()
-        if stop.asked is not None:  # the batch that waits for a buffer has not begun
-            raise Stopped(stop.asked)
-
-    try:
-        while True:
-            mark = clock()
-            batch = None if stop.asked else source.next()
-            waits.data += clock() - mark
-            stopped = stop.asked is not None
-            if batch is None:
-                break
-            mark = clock()
-            busy = writer.busy_seconds()
-            try:
-                buffer = ring.acquire(stager.nbytes(batch.num_tokens), check)
-            except Stopped:
-                stopped = True
-                break
-            waited, busy = clock() - mark, writer.busy_seconds() - busy
-            waits.disk += min(waited, busy)
-            waits.model += max(waited - busy, 0.0)
-            mark = clock()
-            with watch.step("pass", str(batch), batch.num_tokens):
-                world.share_batch(batch)
-                staged = stager.stage(engine.forward(batch), buffer)
-            writer.submit(staged)
-            launched = clock() - mark
-            waits.model += launched
-            waits.launching += launched
-            on_step()
-        world.share_batch(None)
-    finally:
-        writer.drain()
-    on_step()
-    return stopped
 
 
 def follow(engine: Engine, world: World, watch: Watch) -> None:

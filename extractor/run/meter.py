@@ -2,13 +2,18 @@
 
 import contextlib
 import os
-from dataclasses import dataclass
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from extractor.progress import ProgressLine
 from extractor.write.buffers import HostRing
 from extractor.write.writer import Writer
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+LOOK_SECONDS = 0.25  # between looks at memory
 
 
 class Timeline:
@@ -96,3 +101,85 @@ class HostMemory:
 
 def _second(pair: tuple[str, float]) -> float:
     return pair[1]
+
+
+class Meter:
+    """What a writer's loop spends its time on, for run.json and for the progress line.
+
+    Args:
+        memory: told at some of many short steps to look.
+        line: moved on at every step.
+    """
+
+    def __init__(
+        self, writer: Writer, ring: HostRing, memory: HostMemory, line: ProgressLine
+    ) -> None:
+        self._writer, self._ring, self._memory, self._line = writer, ring, memory, line
+        self._waits, self._timeline = Waits(), Timeline()
+        self._looked = -LOOK_SECONDS
+        self._began, self._begun = time.time(), time.perf_counter()
+        self._seconds = 0.0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Generator[None]:
+        mark = time.perf_counter()
+        yield
+        self._waits.data += time.perf_counter() - mark
+
+    @contextlib.contextmanager
+    def waiting_for_a_buffer(self) -> Generator[None]:
+        """For the disk, while there was something to write; else for the model to fill one."""
+        mark, before = time.perf_counter(), self._writer.busy_seconds()
+        yield
+        waited, busy = time.perf_counter() - mark, self._writer.busy_seconds() - before
+        self._waits.disk += min(waited, busy)
+        self._waits.model += max(waited - busy, 0.0)
+
+    @contextlib.contextmanager
+    def launching(self) -> Generator[None]:
+        mark = time.perf_counter()
+        yield
+        launched = time.perf_counter() - mark
+        self._waits.model += launched
+        self._waits.launching += launched
+
+    def step(self) -> None:
+        """After each batch, and after the last of them is written."""
+        at, done, waits = self._since_begin(), self._writer.progress, self._waits
+        if at - self._looked > LOOK_SECONDS:
+            self._looked = at
+            self._memory.look(self._ring, self._writer)
+        self._timeline.note(at, done.tokens, done.bytes, waits.data, waits.disk, waits.model)
+        self._line.set(
+            done.tokens,
+            lambda: f"{done.bytes / at / 1e9:.2f} GB/s, waits for {waits.most()}",
+        )
+
+    def stop(self) -> None:
+        """All is written."""
+        self._seconds = self._since_begin()
+
+    def close(self) -> None:
+        self._line.close()
+
+    def report(self) -> dict[str, Any]:
+        """What run.json says of the loop, once it has stopped."""
+        progress, waits = self._writer.progress, self._waits
+        return {
+            "began": round(self._began, 3),
+            "seconds": round(self._seconds, 3),
+            "samples": progress.samples,
+            "rejected": progress.rejected,
+            "tokens": progress.tokens,
+            "bytes": progress.bytes,
+            "tokens_per_second": round(progress.tokens / self._seconds, 1),
+            "waits": {name: round(value, 3) for name, value in waits.by_kind.items()},
+            "launching": round(waits.launching, 3),
+            "landing": round(progress.wait_seconds, 3),
+            "writing": round(progress.write_seconds, 3),
+            "host_memory": asdict(self._memory),
+            "timeline": self._timeline.points,
+        }
+
+    def _since_begin(self) -> float:
+        return time.perf_counter() - self._begun

@@ -25,7 +25,7 @@ from extractor.plan.budget import (
     sizes,
 )
 from extractor.prepared.store import PreparedStore
-from extractor.run.loop import Writing
+from extractor.run.loop import Sink, Writing
 
 ROW = 8192  # four states of 1,024 values in bfloat16
 PLENTY = Room(device=100 * GIB, host=100 * GIB)
@@ -134,7 +134,8 @@ def test_buffers_that_are_ready_before_the_first_batch(
     batches = plan.batches(np.arange(len(lengths)), lengths, 100, 8)
     store = cast(PreparedStore, SimpleNamespace(lengths=lengths))
     layout = cast(Layout, None)
-    writing = Writing.begin(store, batches, layout, budget, torch.device("cpu"))
+    sink = Sink(output=Path("unused"), journal="unused")
+    writing = Writing.begin(store, batches, layout, budget, sink, torch.device("cpu"))
     assert len(writing.ring._free) == ready
 
 

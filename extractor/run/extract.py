@@ -12,7 +12,7 @@ import torch
 
 from extractor.config import ExtractConfig, read_extract
 from extractor.engine import sglang as engine_sglang
-from extractor.engine.base import Backend, EngineOptions
+from extractor.engine.base import Backend
 from extractor.errors import EXIT_AGAIN, EXIT_FAILED, PeerError, UsageError, disk_error
 from extractor.model import OVERRIDES, ModelSpec
 from extractor.output import run_json
@@ -25,8 +25,9 @@ from extractor.ranks.signals import Stopped, StopSignals
 from extractor.ranks.watch import Watch
 from extractor.ranks.world import World, is_broken_connection
 from extractor.run.lead import Job, Lead, check_count, finish, hear_job, lead_and_tell, read_plan
-from extractor.run.loop import Sink, Writing, follow, write_batches
+from extractor.run.loop import Writing, follow, write_batches
 from extractor.run.provenance import mark_end, run_path
+from extractor.run.session import Session
 from extractor.states import States
 from extractor.torchrun import Launch, record_error
 from extractor.write.writer import ORDINARY, Workers
@@ -76,8 +77,18 @@ def run(
     if place.rank == 0:
         watch.last_words = partial(mark_end, run_path(config))
     watch.start()
+    session = Session(
+        config=config,
+        place=place,
+        world=world,
+        watch=watch,
+        device=device,
+        backend=backend,
+        workers=workers,
+        begun=begun,
+    )
     try:
-        code = _watched(config, place, world, device, backend, watch, workers, begun)
+        code = _watched(session)
     except BaseException as error:
         shown = watch.fail(error)
         if not isinstance(error, UsageError | SystemExit):
@@ -92,33 +103,26 @@ def run(
     return code
 
 
-def _watched(
-    config: ExtractConfig,
-    place: Place,
-    world: World,
-    device: torch.device,
-    backend: Backend,
-    watch: Watch,
-    workers: Workers,
-    begun: float,
-) -> int:
+def _watched(session: Session) -> int:
+    watch = session.watch
     lead: Lead | None = None
     try:
         with watch.stop.interrupting():
-            if place.rank == 0:
-                job, lead = lead_and_tell(config, place, world, device, backend, begun)
+            if session.place.rank == 0:
+                job, lead = lead_and_tell(session)
             else:
-                job = hear_job(world, device, backend, watch.check)
+                job = hear_job(session)
         if job.answer == EXIT_AGAIN:  # rank 0 waits for the word of all that they stop
             raise Stopped("rank 0")
         if job.reason:
+            place = session.place
             elsewhere = place.rank != place.local_rank  # not on rank 0's machine
             raise PeerError(job.reason, elsewhere=elsewhere, code=job.answer or EXIT_FAILED)
         if job.answer is not None:
             return job.answer
-        return _work(config, place, world, device, backend, job, lead, watch, workers)
+        return _work(session, job, lead)
     except Stopped:
-        return _stop_early(place, world, watch, lead)
+        return _stop_early(session, lead)
     except OSError as error:
         raise disk_error(error) from error
     except RuntimeError as error:
@@ -130,15 +134,16 @@ def _watched(
         # loading, where no handler runs; or it died, and torchrun's SIGTERM came before that was seen.
         watch.say_stopping()
         watch.check_everyone_stops()
-        return _stop_early(place, world, watch, lead)
+        return _stop_early(session, lead)
 
 
-def _stop_early(place: Place, world: World, watch: Watch, lead: Lead | None) -> int:
+def _stop_early(session: Session, lead: Lead | None) -> int:
     """A signal came before this replica had anything to drain; others may be ahead of it.
 
     Leaves once those have drained, for torchrun ends all ranks when one has left; and not later, for
     a rank that waits for this one in a collective is let go by that only. Raises RunError when
     another rank failed."""
+    place, world, watch = session.place, session.world, session.watch
     watch.stop.drained()
     watch.say_stopping()
     watch.check_board()
@@ -165,48 +170,24 @@ def _stop_early(place: Place, world: World, watch: Watch, lead: Lead | None) -> 
     return code
 
 
-def _work(
-    config: ExtractConfig,
-    place: Place,
-    world: World,
-    device: torch.device,
-    backend: Backend,
-    job: Job,
-    lead: Lead | None,
-    watch: Watch,
-    workers: Workers,
-) -> int:
+def _work(session: Session, job: Job, lead: Lead | None) -> int:
+    """This rank's part: its part of the model, then batches. Returns the exit code."""
+    place, world, watch = session.place, session.world, session.watch
     budget = Budget(**job.budget)
-    overrides = config.sglang_args.get(OVERRIDES)
+    overrides = session.config.sglang_args.get(OVERRIDES)
     spec = lead.spec if lead else ModelSpec.read(job.model, overrides)
     states = States(tuple(job.states), spec.num_layers)
     mark = time.perf_counter()
     watch.enter("load")
     _together(world, JOIN, watch)
-    world.join_replica(device)  # in C code, where each waits for all: not interrupted
-    writing = None
-    if place.is_writer:
-        writing = _begin_writing(config, place, device, job, lead, spec, budget, workers)
+    world.join_replica(session.device)  # in C code, where each waits for all: not interrupted
+    writing = _begin_writing(session, job, lead, spec, budget) if place.is_writer else None
     with watch.stop.interrupting():
-        engine = backend.build(
-            spec,
-            states,
-            place,
-            EngineOptions(
-                device=device,
-                max_tokens=budget.max_tokens,
-                max_sequences=budget.max_sequences,
-                longest=budget.longest,
-                sglang_args=config.sglang_args,
-                topk=config.topk_logits,
-                trust_remote_code=config.trust_remote_code,
-                verbose=config.verbose,
-            ),
-        )
+        engine = session.backend.build(spec, states, place, session.engine_options(budget))
         loaded = time.perf_counter()
-        proof = engine.self_check() if config.self_check else None
+        proof = engine.self_check() if session.config.self_check else None
         checked = time.perf_counter()
-        compared = engine.layer_proof() if config.layer_proof else None
+        compared = engine.layer_proof() if session.config.layer_proof else None
         proved = time.perf_counter()
     _together(world, START, watch)
     watch.enter("run")
@@ -242,31 +223,15 @@ def _work(
 
 
 def _begin_writing(
-    config: ExtractConfig,
-    place: Place,
-    device: torch.device,
-    job: Job,
-    lead: Lead | None,
-    spec: ModelSpec,
-    budget: Budget,
-    workers: Workers,
+    session: Session, job: Job, lead: Lead | None, spec: ModelSpec, budget: Budget
 ) -> Writing:
     """A writer's rows, batches and layout, as rank 0 has them or from what it told."""
     if lead is not None:
         store, batches, layout = lead.store, lead.plan, lead.layout
     else:
         store, batches = PreparedStore.open(Path(job.store)), read_plan(job.plan)
-        layout = make_layout(config, spec, job.stored, job.dtype, store)
-    index, count = config.shard_index
-    prefix = "" if count == 1 else f"s{index}of{count}-"
-    sink = Sink(
-        output=config.output,
-        journal=f"{prefix}{place.replica:04d}.jsonl",
-        durability=config.durability,
-        threads=config.writers,
-        workers=workers,
-    )
-    return Writing.begin(store, batches, layout, budget, sink, device)
+        layout = make_layout(session.config, spec, job.stored, job.dtype, store)
+    return Writing.begin(store, batches, layout, budget, session.sink, session.device)
 
 
 def _together(world: World, what: str, watch: Watch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from extractor import pages
 from extractor.config import ExtractConfig
@@ -41,10 +40,9 @@ from extractor.plan.request import Wanted
 from extractor.prepared.store import PreparedStore
 from extractor.prepared.vocab import VOCAB, TokenCounts, draft_vocabulary, write_vocab
 from extractor.progress import say
-from extractor.ranks.place import Place
 from extractor.ranks.signals import Stopped
-from extractor.ranks.world import World
 from extractor.run import provenance
+from extractor.run.session import Session
 
 IMPORT, JOB = "import", "job"  # what rank 0 tells the others
 
@@ -100,15 +98,10 @@ class Lead:
     plan: Plan = field(default_factory=Plan.empty)
 
 
-def lead_and_tell(
-    config: ExtractConfig,
-    place: Place,
-    world: World,
-    device: torch.device,
-    backend: Backend,
-    begun: float,
-) -> tuple[Job, Lead | None]:
+def lead_and_tell(session: Session) -> tuple[Job, Lead | None]:
     """_decide, and the others hear what came of it, or that there is nothing for them to do."""
+
+    world = session.world
 
     def importing() -> None:
         world.tell(IMPORT, True)
@@ -119,7 +112,7 @@ def lead_and_tell(
         world.tell(JOB, asdict(job))
 
     try:
-        job, lead = _decide(config, place, device, backend, begun, importing)
+        job, lead = _decide(session, importing)
     except BaseException as error:
         tell(Job(answer=_exit_code(error), reason=str(error)))
         raise
@@ -127,25 +120,24 @@ def lead_and_tell(
     return job, lead
 
 
-def hear_job(
-    world: World, device: torch.device, backend: Backend, check: Callable[[], None]
-) -> Job:
+def hear_job(session: Session) -> Job:
     """What lead_and_tell tells, by the others. SGLang is imported while rank 0 does that: its replica
     would be that much ahead of every other."""
+    world, check = session.world, session.watch.check
     if world.hear(IMPORT, check):
-        backend.import_modules(device)
+        session.backend.import_modules(session.device)
     return Job(**world.hear(JOB, check))
 
 
-def _decide(
-    config: ExtractConfig,
-    place: Place,
-    device: torch.device,
-    backend: Backend,
-    begun: float,
-    importing: Callable[[], None],
-) -> tuple[Job, Lead | None]:
+def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead | None]:
     """importing: called right before this rank imports SGLang."""
+    config, place, device, backend = (
+        session.config,
+        session.place,
+        session.device,
+        session.backend,
+    )
+    begun = session.begun
     # What the interpreter and this program's own imports, PyTorch's among them, took before.
     stages = {"start": provenance.process_age() - (time.perf_counter() - begun)}
     wanted = Wanted.of(config)

@@ -22,13 +22,12 @@ from extractor.errors import EXIT_FAILED, EXIT_OK, UsageError
 from extractor.layouts import LAYOUTS, Layout
 from extractor.layouts.planes import DTYPES, Blob
 from extractor.model import ModelSpec
-from extractor.output.done import find_done
 from extractor.output.folder import check_output
-from extractor.plan import batches as plan
-from extractor.plan import budget as memory
+from extractor.plan import budget as budgets
 from extractor.plan.batches import Plan
 from extractor.plan.budget import Needs, Room
 from extractor.plan.request import Wanted
+from extractor.plan.todo import Todo, part_of
 from extractor.prepared.store import PreparedStore
 from extractor.prepared.vocab import FREQUENCIES, VOCAB, TokenCounts, draft_vocabulary, vocab_files
 from extractor.progress import duration, size
@@ -129,21 +128,19 @@ def make_estimate(config: ExtractConfig) -> Estimate:
     check_output(config.output)
     store = wanted.prepare(quiet=config.json)
     layout = wanted.layout(store)
-    index, count = config.shard_index
-    selected = plan.shard(store.rows, store.lengths, index, count)
-    done = find_done(config.output, store.rows, store.turns, layout.path)
-    left = done.left_of(selected)
+    selected = part_of(config, store)
+    todo = Todo.of(config.output, store, layout, selected)
     beside = vocab_bytes(config, spec, store, layout)
-    lengths = store.lengths[left]
+    lengths = todo.lengths
     tp = config.tp or int(os.environ.get("WORLD_SIZE", "1"))
     device = "cpu" if config.device == "cpu" else "cuda"
-    ask = wanted.ask(layout, lengths, device, tp)
-    device_free, host_free = _device_free(device), memory.available_host_bytes()
+    ask = todo.ask(wanted, device, tp)
+    device_free, host_free = _device_free(device), budgets.available_host_bytes()
     writers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // tp, 1)
-    budget = memory.sizes(ask, Room(device=device_free, host=host_free, writers=writers))
+    budget = budgets.sizes(ask, Room(device=device_free, host=host_free, writers=writers))
     batch_tokens = budget.max_tokens
-    batches = plan.batches(left, store.lengths, batch_tokens, budget.max_sequences)
-    need = memory.needs(ask, batch_tokens)
+    batches = todo.batches(budget)
+    need = budgets.needs(ask, batch_tokens)
     summary = store.summary()
     tokens = int(lengths.sum(dtype=np.int64))
     rate = config.tokens_per_second
@@ -161,7 +158,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         longest=int(store.lengths.max()) if len(store) else 0,
         shard=config.shard,
         shard_samples=len(selected),
-        left_samples=len(left),
+        left_samples=len(todo.left),
         left_tokens=tokens,
         batches=len(batches),
         batch_tokens=batch_tokens,
@@ -176,7 +173,7 @@ def make_estimate(config: ExtractConfig) -> Estimate:
         free=free_bytes(config.output),
         device=Needs(**{**asdict(need), "weights": weight_bytes(config, spec) // tp}),
         device_free=device_free,
-        host=memory.host_need(budget, ask, writers),
+        host=budgets.host_need(budget, ask, writers),
         host_free=host_free,
         writers=writers,
         tp=tp,

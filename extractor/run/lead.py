@@ -32,11 +32,11 @@ from extractor.output.folder import PREPARED, check_output
 from extractor.output.journal import REJECTS, write_rejects
 from extractor.output.lock import ALL_ROWS, FolderLock
 from extractor.output.run_json import Run
-from extractor.plan import batches as plan
-from extractor.plan import budget as memory
 from extractor.plan import fingerprint
 from extractor.plan.batches import Plan
+from extractor.plan.budget import choose
 from extractor.plan.request import Wanted
+from extractor.plan.todo import Todo, part_of
 from extractor.prepared.store import PreparedStore
 from extractor.prepared.vocab import VOCAB, TokenCounts, draft_vocabulary, write_vocab
 from extractor.progress import say
@@ -143,7 +143,7 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
     wanted = Wanted.of(config)
     spec, dtype = wanted.spec, wanted.dtype
     _say_states(wanted)
-    index, count = config.shard_index
+    count = config.shard_index[1]
     run_path = provenance.run_path(config)
     before = check_output(config.output)
     if before is None:
@@ -175,11 +175,11 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
     if before is not None:
         _refuse_other_settings(config.output, before, parts)
     mark = time.perf_counter()
-    selected = plan.shard(store.rows, store.lengths, index, count)
+    selected = part_of(config, store)
     if count > 1 and len(selected):
         lock.rows(int(store.rows[selected[0]]), int(store.rows[selected[-1]]) + 1)
-    done = find_done(config.output, store.rows, store.turns, layout.path)
-    left = done.left_of(selected)
+    todo = Todo.of(config.output, store, layout, selected)
+    done, left = todo.done, todo.left
     _say_rest(store, selected, done, left)
     if before is not None:
         _sweep(config.output, layout, store, left)
@@ -197,9 +197,8 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
     lead = Lead(config, spec, layout, store, selected, run, run_path, stages, lock, counts)
     if not len(left):
         return Job(answer=finish(lead, "complete")), None
-    ask = wanted.ask(layout, store.lengths[left], device.type, place.tp)
-    budget = memory.choose(ask, place.local_writers)
-    lead.plan = plan.batches(left, store.lengths, budget.max_tokens, budget.max_sequences)
+    budget = choose(todo.ask(wanted, device.type, place.tp), place.local_writers)
+    lead.plan = todo.batches(budget)
     stages["plan"] = time.perf_counter() - mark
     say(
         f"{len(lead.plan):,} batches of at most {budget.max_tokens:,} tokens; at most "

@@ -453,6 +453,8 @@ def copy_rate(load: Load, batch: Batch, device: torch.device) -> float:
         mark = time.perf_counter()
         stager.stage(CapturedBatch(batch, states), buffer).wait()
         rates.append(stager.nbytes(batch.num_tokens) / (time.perf_counter() - mark) / 1e9)
+    ring.release(buffer)
+    ring.close()
     return statistics.median(rates)
 
 

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import mmap
 import os
-import weakref
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -49,8 +48,7 @@ def can_share() -> bool:
 def shared(nbytes: int) -> tuple[mmap.mmap, int]:
     """Memory that another process can map too, by the descriptor beside it, its content zeros.
 
-    When nothing here refers to it, it is given back and the descriptor closed, whoever else still maps
-    it: they must not touch it any more. Raises OSError where the system has none."""
+    To be ended with give_back(). Raises OSError where the system has none."""
     descriptor = os.memfd_create("extractor-states", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -58,11 +56,12 @@ def shared(nbytes: int) -> tuple[mmap.mmap, int]:
     except BaseException:
         os.close(descriptor)
         raise
-    weakref.finalize(memory, _give_back, descriptor).atexit = False
     return _in_huge_pages(memory), descriptor
 
 
-def _give_back(descriptor: int) -> None:
+def give_back(descriptor: int) -> None:
+    """Give shared memory back to the system and close its descriptor, whoever still maps it: they must
+    not touch it any more."""
     os.ftruncate(descriptor, 0)
     os.close(descriptor)
 

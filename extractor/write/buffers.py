@@ -4,11 +4,9 @@ within a bound."""
 import itertools
 import mmap
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from extractor import pages
@@ -53,23 +51,25 @@ class HostBuffer:
         else:
             memory, descriptor = pages.shared(nbytes)
             self.slot = SharedSlot(number, descriptor, nbytes)
-        # An array in between, because it can tell of its end.
-        held = np.frombuffer(memory, np.uint8)
-        self.tensor = torch.frombuffer(held, dtype=torch.uint8)
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         if pinned:
             self._lock = PageLock(memory, self.tensor.data_ptr())
-            # Without it, memory would be unmapped before it is unlocked: numpy 2.5 lets go of it first.
-            weakref.finalize(held, self._lock.undo).atexit = False
 
     def wait_until_locked(self) -> None:
         """Before anything is copied into it. Raises RunError when its pages cannot be locked."""
         if self._lock is not None:
             self._lock.wait()
 
-    def drop(self) -> None:
-        """Give the memory back, which takes a while when it is locked."""
+    def close(self) -> None:
+        """Give the memory back, which takes a while when it is locked. Nobody reads or writes it any
+        more; what other processes still map of it holds no memory."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        self.slot = None
+        slot, self.slot = self.slot, None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.undo()
+        if slot is not None:
+            pages.give_back(slot.descriptor)
 
 
 class PageLock:
@@ -169,7 +169,7 @@ class HostRing:
                 self._in_flight += 1
                 break
         for each in given_up:  # the ring is not held up meanwhile
-            each.drop()
+            each.close()
         buffer = buffer or self._make(size)
         self.make_one_ready()
         return buffer
@@ -194,7 +194,7 @@ class HostRing:
         """Nobody reads or writes it any more."""
         larger = buffer.nbytes > self.slot_bytes
         if larger:  # its memory first, then the room for the next
-            buffer.drop()
+            buffer.close()
         with self._changed:
             self._in_flight -= 1
             if larger:
@@ -209,7 +209,7 @@ class HostRing:
             free, self._free = self._free, []
             self._forget(free)
         for buffer in free:
-            buffer.drop()
+            buffer.close()
 
     @property
     def oldest_slot(self) -> int:

@@ -155,6 +155,7 @@ def write_folder(
         writer.submit(stager.stage(CapturedBatch(part, joined), buffer))
     writer.close()
     lines.close()
+    ring.close()
     dtype = str(layout.dtype).removeprefix("torch.")
     run = Run(
         status="complete",

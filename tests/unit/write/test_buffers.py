@@ -227,7 +227,7 @@ def test_memory_that_there_is_not(shared: bool) -> None:
 
 
 def test_what_is_locked_is_held(runtime: Runtime) -> None:
-    """The array over the pages may let go of them before it tells of its end, as numpy 2.5's does."""
+    """Or they could be unmapped before they are unlocked."""
     memory = pages.anonymous(1 << 16)
     pages_of = weakref.ref(memory)
     lock = PageLock(memory, torch.frombuffer(memory, dtype=torch.uint8).data_ptr())

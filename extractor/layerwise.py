@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -40,7 +38,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from extractor.dequantize import NotPlain, Source, plain
-from extractor.model import weight_files
+from extractor.model import TEXT_PARTS, config_class, overridden, weight_files
 
 # Ways of quantizing, by their name in config.json, whose formats dequantize.py knows.
 DEQUANTIZED = ("fp8", "compressed-tensors")
@@ -62,7 +60,7 @@ class LayerByLayer:
         num_layers: decoder layers, n.
         device: where parts are filled and run.
         trust_remote_code: let the model's own Python code run.
-        overrides: fields that replace those of config.json.
+        overrides: a JSON object whose fields replace those of config.json.
 
     Raises NoReference where transformers has no class for the model, cannot build it, or cannot read
     its weights.
@@ -74,7 +72,7 @@ class LayerByLayer:
         num_layers: int,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
-        overrides: Mapping[str, Any] = MappingProxyType({}),
+        overrides: str | None = None,
     ) -> None:
         with _as_no_reference(f"transformers cannot build the model of {path}"):
             self._config = _config_of(path, trust_remote_code, overrides)
@@ -275,19 +273,18 @@ class LayerByLayer:
         return str(types[k]) if types and k < len(types) else ""
 
 
-def _config_of(path: Path, trust_remote_code: bool, overrides: Mapping[str, Any]) -> Any:
+def _config_of(path: Path, trust_remote_code: bool, overrides: str | None) -> Any:
     """transformers' config; of a wrapper that it does not know, the language model's own part."""
     raw, _ = PretrainedConfig.get_config_dict(path)
-    if overrides:
-        return CONFIG_MAPPING[raw["model_type"]].from_dict({**raw, **overrides})
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except ValueError:
-        text = next((raw[k] for k in ("text_config", "llm_config") if k in raw), None)
-        if not isinstance(text, dict) or "model_type" not in text:
-            raise
-        named = {k: v for k, v in text.items() if k != "auto_map"}
-        return AutoConfig.for_model(**named)
+    raw = overridden(raw, overrides)
+    if (known := config_class(raw.get("model_type"))) is not None:
+        return known.from_dict(raw)
+    text = next((raw[k] for k in TEXT_PARTS if isinstance(raw.get(k), dict)), {})
+    if (known := config_class(text.get("model_type"))) is not None:
+        return known.from_dict({k: v for k, v in text.items() if k != "auto_map"})
+    if trust_remote_code and "auto_map" in raw:
+        return AutoConfig.from_pretrained(path, trust_remote_code=True)
+    raise NoReference(f"transformers has no class for {raw.get('model_type')!r}")
 
 
 def _plain_sources(config: Any, sources: Sequence[Source]) -> Sequence[Source]:

@@ -105,7 +105,7 @@ class ModelSpec:
         Raises UsageError when there is no such model or its config lacks what is needed."""
         path = local_path(model)
         try:
-            return cls._of(path, _overridden(_read_json(path), overrides))
+            return cls._of(path, overridden(_read_json(path), overrides))
         except ConfigError as error:
             raise UsageError(f"--model {model}: config.json {error}") from error
         except OSError as error:
@@ -168,7 +168,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _overridden(config: dict[str, Any], overrides: str | None) -> dict[str, Any]:
+def overridden(config: dict[str, Any], overrides: str | None) -> dict[str, Any]:
     """config with the fields of overrides in their places: nested ones one by one, as SGLang does."""
     try:
         values: Any = json.loads(overrides or "{}")
@@ -212,15 +212,24 @@ def _configs(raw: Mapping[str, Any]) -> tuple[Any, Any]:
     return SimpleNamespace(**raw), inner or _configs({**around, **raw[part]})[1]
 
 
+def config_class(kind: Any) -> Any:
+    """transformers' own config class of a model_type, or None. SGLang registers classes of its own when
+    it is imported. They are not asked, so that the answer is the same before and after."""
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return None
+    found = CONFIG_MAPPING[kind]
+    return found if found.__module__.startswith("transformers.") else None
+
+
 def _typed(raw: Mapping[str, Any]) -> Any:
     """transformers' config of these fields, or None where it has no class for the model_type."""
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+    if (known := config_class(kind)) is None:
         return None
     loud = transformers_log.get_verbosity()
     transformers_log.set_verbosity_error()  # SGLang reads it too, and says the rest
     try:
-        return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(raw)))
+        return known.from_dict(copy.deepcopy(dict(raw)))
     except Exception as error:  # a dozen kinds: each class checks in its own way
         if "auto_map" in raw:  # written for a class of the model's own code
             return None

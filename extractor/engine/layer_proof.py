@@ -127,7 +127,7 @@ class Prover:
 
     Args:
         device: where transformers' layers run; the CPU where the device lacks the memory.
-        overrides: fields of the config that the user changed.
+        overrides: a JSON object of fields of the config that the user changed.
         load_format: how SGLang loaded the weights.
     """
 
@@ -137,7 +137,7 @@ class Prover:
         device: torch.device,
         limits: Limits,
         trust_remote_code: bool,
-        overrides: Mapping[str, Any],
+        overrides: str | None,
         load_format: str,
     ) -> None:
         self._begun = time.perf_counter()

@@ -1,7 +1,6 @@
 """SGLang's ModelRunner without a scheduler: weights, attention backend and pools are SGLang's; batches
 are ours, one ForwardBatch a step, without padding, and nothing of one survives into the next."""
 
-import json
 import logging
 import os
 import warnings
@@ -400,7 +399,7 @@ class SGLangEngine:
         return result
 
     def _prover(self) -> Prover:
-        overrides = json.loads(self._args.json_model_override_args or "{}")
+        overrides = self._args.json_model_override_args
         limits = Limits(longest=self._options.longest, max_tokens=self._options.max_tokens)
         trust = self._options.trust_remote_code
         loaded = self._args.load_format

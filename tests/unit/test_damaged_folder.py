@@ -174,7 +174,7 @@ def resume(output: Path) -> None:
 
 def show_all(output: Path) -> None:
     for row in range(4):
-        show_module.show(output, row, write=lambda text: None)
+        show_module.show_row(output, row, write=lambda text: None)
 
 
 def verbs(output: Path, new: Path, whole_report: bool) -> dict[str, Callable[[], object]]:

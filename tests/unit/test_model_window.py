@@ -67,7 +67,7 @@ def test_window_and_context(
 def test_sglang_s_own_classes_say_whether_they_apply_one(
     tmp_path: Path, architecture: str, applied: bool
 ) -> None:
-    engine.cpu_platform.request()
+    engine.platform.request()
     spec = spec_of(tmp_path, architecture, "mistral", sliding_window=64)
     assert engine.applies_window(spec) == applied
 

@@ -19,7 +19,7 @@ if [ "${EXTRACTOR_SGLANG:-$newest}" != "$newest" ]; then
     source launch/environment.sh test,demo,report
     if [ $# -eq 0 ]; then
         set -- tests/unit/engine/test_compat.py tests/unit/engine/test_capture.py tests/unit/engine/test_selfcheck.py \
-            tests/integration/test_parity.py -k "not test_families or qwen3 or dsv3" \
+            tests/integration/test_parity.py tests/integration/test_layer_proof.py -k "not test_families or qwen3 or dsv3" \
             -m "not gpu and not multi_gpu and not slow"
     fi
     exec python -m pytest "$@"

@@ -36,7 +36,7 @@ VERBS = {
 
 # How long a rank that has nothing of its own to say waits for the one that has. torchrun ends all
 # ranks when one has left, and its report is of those that left first.
-FIRST_WORD_SECONDS = 5.0
+FIRST_WORD_SECONDS = 2.0
 
 # What torchrun's report ends with where the end is no error.
 ENDS = {

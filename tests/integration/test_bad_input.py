@@ -22,17 +22,26 @@ def data(tmp_path: Path) -> Path:
 
 CASES = [
     (("--layers", "1,99"), "layer 99 is past the end: this model's layers are 0 to 5"),
-    (("--layers", "1,2,2"), "2 appears twice"),
-    (("--layers", "eagle3"), "2 appears twice"),
-    (("--layers", "1,banana"), "'banana' is neither a layer number nor embed or final"),
     (("--layers", "1,2", "--tp", "3"), "--tp 3 does not divide the world of 1 ranks"),
-    (("--layers", "1,2", "--shard", "4/4"), "wanted I/N with 0 <= I < N"),
     (("--layers", "1,2", "--batch-tokens", "900000000"), "too little"),
     (("--layers", "1,2", "--sglang", "memfraction=1"), "no such field of SGLang's ServerArgs"),
 ]
+# These are refused in the same place as the first one, which tests/unit has every case of.
+SLOW_CASES = [
+    (("--layers", "1,2,2"), "2 appears twice"),
+    (("--layers", "eagle3"), "2 appears twice"),
+    (("--layers", "1,banana"), "'banana' is neither a layer number nor embed or final"),
+    (("--layers", "1,2", "--shard", "4/4"), "wanted I/N with 0 <= I < N"),
+]
 
 
-@pytest.mark.parametrize(("flags", "wanted"), CASES, ids=[" ".join(c[0]) for c in CASES])
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        *(pytest.param(*case, id=" ".join(case[0])) for case in CASES),
+        *(pytest.param(*c, id=" ".join(c[0]), marks=pytest.mark.slow) for c in SLOW_CASES),
+    ],
+)
 def test_refused(
     build_model: Build, data: Path, tmp_path: Path, flags: tuple[str, ...], wanted: str
 ) -> None:

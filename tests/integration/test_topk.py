@@ -30,7 +30,8 @@ def topk(model: Path, ranks: int, k: int) -> Any:
         pytest.param("tiny_qwen3", 1, 16, marks=pytest.mark.slow),
         ("tiny_softcap", 2, 16),
         pytest.param("tiny_softcap", 1, 16, marks=pytest.mark.slow),
-        ("tiny_vocab100", 2, 100),  # more than a rank has, and all there are: no padding among them
+        # More than a rank has, and all there are: no padding among them.
+        pytest.param("tiny_vocab100", 2, 100, marks=pytest.mark.slow),
         pytest.param("tiny_vocab100", 1, 70, marks=pytest.mark.slow),
     ],
 )

@@ -88,6 +88,7 @@ def main(descriptor: int, parent: int) -> None:
                 # when the parent dies. The loop therefore asks again whether the parent lives.
                 continue
             request = decode(connection.recv_bytes())
+            # A mapping of a slot that the parent has closed would be kept for nothing.
             for number in [number for number in slots if number < request.oldest]:
                 del slots[number]
             try:

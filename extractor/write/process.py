@@ -106,6 +106,7 @@ class WriterProcess:
         fresh = slot.number not in self._known
         request = Request(slot.number, slot.nbytes, fresh, oldest, parcel.durability, files)
         self._connection.send_bytes(self._encode(request))
+        # The process maps a slot once and keeps it, so the descriptor is sent only the first time.
         if fresh:
             socket.send_fds(self._socket, [DESCRIPTOR], [slot.descriptor])
             self._known = {number for number in self._known if number >= oldest} | {slot.number}

@@ -99,6 +99,7 @@ class StagedBatch:
         begin, end = self.batch.offsets[sequence : sequence + 2]
         if bool(self._finite[:, begin:end].all()):
             return None
+        # Each value is checked, in host memory; the earliest bad token over all planes counts.
         good = torch.stack([finite_rows(self.tensor(plane, sequence)) for plane in self.planes])
         bad = (~good).nonzero()
         if not len(bad):
@@ -130,6 +131,7 @@ class Stager:
         buffer.wait_until_locked()
         if self._stream is None:
             return self._copy(captured, buffer)
+        # The copy starts when the forward pass, on the current stream, has computed the states.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             return self._copy(captured, buffer)
@@ -137,6 +139,7 @@ class Stager:
     @torch.no_grad()
     def _copy(self, captured: CapturedBatch, buffer: HostBuffer) -> StagedBatch:
         tokens = captured.batch.num_tokens
+        # States are encoded to the stored dtypes on the device, then copied plane after plane.
         encoded = encode(self._planes, captured.states)
         base = 0
         for plane in self._planes:
@@ -144,6 +147,8 @@ class Stager:
             target = buffer.tensor[base : base + size].view(plane.dtype).view(plane.shape(tokens))
             target.copy_(encoded[plane.key], non_blocking=True)
             base += size
+        # The flags, bool [planes, tokens], are computed on the device, where a pass over the states is
+        # cheap. The host checks exactly only the sequences with a flag that is False.
         finite = torch.stack([surely_finite_rows(encoded[p.key]) for p in self._planes])
         if self._stream is None:
             return StagedBatch(captured.batch, self._planes, buffer, finite)

@@ -310,11 +310,11 @@ class Writer:
         """Split a batch into orders for `among` threads or processes."""
         count = len(staged.batch.samples)
         group = Group(count)
+        # An order is small enough for every thread or process to get one, and within ORDER_BYTES (by the
+        # mean size of a sample) and ORDER_SAMPLES.
         bytes_each = self._layout.row_bytes * staged.batch.num_tokens // count
         most = min(ORDER_BYTES // max(bytes_each, 1), ORDER_SAMPLES)
-        if (
-            self._durability == "file"
-        ):  # one sample per order, so that none waits for another's sync
+        if self._durability == "file":  # so that no sample waits for the sync of another
             most = 1
         size = max(min(-(-count // max(among, 1)), most), 1)
         pieces = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
@@ -336,6 +336,8 @@ class Writer:
     def _reject(self, staged: StagedBatch, sequence: int, plane: Plane, token: int) -> None:
         sample = staged.batch.samples[sequence]
         value = staged.tensor(plane, sequence)[token]
+        # The column of the first value that is not finite tells which of the plane's states it is in.
+        # A plane without columns, or of one-byte values, gets column 0.
         column = 0
         if plane.width and plane.dtype.itemsize > 1:
             column = int((~torch.isfinite(value)).nonzero()[0, 0])
@@ -371,6 +373,7 @@ class Writer:
                 raise outcome.error
         except BaseException as error:
             self._fail(error)
+        # When this was the last order of the batch, nobody reads its buffer any more.
         if order.group.add(order.stands_for, written):
             self._ring.release(order.staged.let_go())
             self._busy.change(-1)

@@ -25,8 +25,8 @@ from extractor.ranks.signals import Stopped
 from extractor.records import Batch
 from extractor.torchrun import Launch
 
-# The timeout of gloo collectives. Ranks may wait for hours while rank 0's disk is slow. A dead rank is
-# noticed without a timeout, because torchrun ends the others and gloo sees its socket close.
+# The timeout of the gloo group that sends batches. Ranks may wait in it for hours while a disk is slow.
+# A dead rank is noticed without it, because torchrun ends the others and gloo sees its socket close.
 PATIENCE = timedelta(days=7)
 
 # How long rank 0 waits for the other ranks at the end.
@@ -114,15 +114,17 @@ class World:
         return json.loads(self._store.compare_set(key, "", json.dumps(wish)))
 
     def board(self) -> "Board":
-        """The same store for the watch thread, over a connection of its own, because a call on a shared
-        connection could make it wait."""
+        """The same store for the watch thread. In a world of several ranks it has a connection of its
+        own, so that its calls do not wait for those of other threads."""
         return Board(self._store if self.place.world_size == 1 else self._store.clone())
 
     # The replica's own groups ----------------------------------------------------------------
 
     def join_replica(self, device: torch.device) -> None:
-        """Make the process groups of the tp ranks: the default group, on which SGLang builds its own (NCCL
-        on CUDA, else gloo), and a gloo group for batches."""
+        """Make the process groups of the replica's tp ranks.
+
+        They are the default group, on which SGLang builds its own (NCCL on CUDA, else gloo), and a gloo
+        group that sends batches."""
         place = self.place
         store = dist.PrefixStore(f"replica{place.replica}", self._store)
         if device.type == "cuda":

@@ -157,6 +157,7 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
     count = config.shard_index[1]
     run_path = provenance.run_path(config)
     before = check_output(config.output)
+    # In a new folder there is work to do, so that the model is checked before the rows are prepared.
     if before is None:
         importing()
         backend.check_model(spec, place, config.sglang_args)
@@ -168,7 +169,7 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
     try:
         with lock.alone("preparing the rows"):
             store = wanted.prepare()
-    except UsageError:
+    except UsageError:  # a refused run does not leave a new, empty output folder behind
         lock.undo()
         raise
     stages["prepare"] = time.perf_counter() - mark
@@ -215,6 +216,7 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
         f"{len(lead.plan):,} batches of at most {budget.max_tokens:,} tokens; at most "
         f"{budget.host_bytes / pages.GIB:.2f} GiB of host memory beside the model's"
     )
+    # A folder with an earlier run may have nothing left to do, so SGLang is imported only here.
     if before is not None:
         importing()
         backend.check_model(spec, place, config.sglang_args)

@@ -38,6 +38,7 @@ class Timeline:
         if self._points and seconds - self._points[-1][0] < self._every:
             return
         self._points.append(self._last)
+        # Halving keeps the points evenly spread over the whole time without knowing its length.
         if len(self._points) >= self._most:
             self._points = self._points[::2]
             self._every = max(2 * self._every, 2 * seconds / self._most)

@@ -60,7 +60,7 @@ class World:
         with _store_errors():
             self._store = dist.PrefixStore(f"extractor/{_life(store, place, stopping)}", store)
 
-    # Rank 0's word to all others -------------------------------------------------------------
+    # Values that one rank publishes and the others read ---------------------------------------
 
     def tell(self, key: str, value: Any) -> None:
         """Publish a JSON value under a key."""

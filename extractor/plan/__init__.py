@@ -1,1 +1,1 @@
-"""What is to be done: the request, its batches under their budgets, and the dry run."""
+"""What a run is to do: the request, the memory budget, the batches, and the dry run."""

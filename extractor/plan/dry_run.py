@@ -1,8 +1,8 @@
-"""`--dry-run`: what a run would do and need, before it takes a GPU.
+"""`--dry-run`: what a run would do and need, without a GPU.
 
-Rows are read and tokenized for real, so that tokens and rejects are exact, and what was prepared stays
-for the run. A file's size is measured on files of the layout's own making. Memory is an estimate;
-weights are counted on a model without storage (accelerate's empty weights).
+Rows are read and tokenized as in a run, so that the counts of tokens and rejects are exact; the run uses
+the prepared samples again. The size of a file is measured on files that the layout makes from zeros.
+Memory is an estimate; weights are counted on a model without storage (accelerate's init_empty_weights).
 """
 
 import json
@@ -34,7 +34,7 @@ from extractor.progress import duration, size
 from extractor.records import Sample
 
 BLOCK = 4096
-"""What a file takes is a whole number of these on most filesystems."""
+"""Bytes per block: on most filesystems a file takes a whole number of blocks of this size."""
 
 JOURNAL_LINE = 110
 PROBE = 1024
@@ -42,24 +42,27 @@ PROBE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a run would do. Bytes are exact to a fraction of a percent, memory is an estimate.
+    """What a run would do. Bytes on disk are exact to a fraction of a percent; memory is an estimate.
 
     Attributes:
-        rows, samples, rejected, reasons: as prepared; reasons by code.
-        tokens, supervised, longest: of all samples.
-        shard, shard_samples: this job's part.
-        left_samples, left_tokens: of that, not yet written.
-        batches, batch_tokens, fill: of what is left; fill is the share of a batch that is tokens.
+        rows, samples, rejected, reasons: counts of the preparation; reasons maps a code to a count.
+        tokens, supervised, longest: of all samples, in tokens.
+        shard, shard_samples: this job's part, and its samples.
+        left_samples, left_tokens: what of this part is not written yet.
+        batches, batch_tokens, fill: of what is left; fill is the mean share of batch_tokens that a batch
+            uses, 0 to 1.
+        model: a line that describes the model.
         stored, layout, dtype: what a file holds.
-        disk: bytes that what is left takes, whole blocks, with vocab/ when it is still to be written.
-        choices: the same for other layouts and dtypes, "layout dtype" to bytes.
-        free: bytes free where the output is.
-        device: one GPU's need; device_free: the smallest GPU's free bytes, or None without one.
-        host: the most that all writers of this machine fill of its memory with states; on a CPU with
-            the model too. host_free: its free bytes.
-        writers: replicas that write from this machine: one, unless torchrun starts more.
-        tp: ranks that share the model.
-        seconds: at the rate given, or None.
+        disk: bytes that the files left to write take in whole blocks, with vocab/ if it is not written
+            yet.
+        choices: the same for each layout and dtype: "layout dtype" to bytes.
+        free: free bytes of the filesystem of the output folder.
+        device: what one GPU needs; device_free: the least free bytes of any GPU, or None without one.
+        host: the most bytes of host memory that all writers of this machine take, with the model on a
+            CPU; host_free: the free bytes.
+        writers: how many replicas write from this machine: one, unless torchrun starts more ranks.
+        tp: how many ranks hold one copy of the model together.
+        seconds: the time at the rate of --tokens-per-second, or None without it.
     """
 
     rows: int
@@ -108,9 +111,9 @@ class Estimate:
 
 
 def dry_run(config: ExtractConfig) -> int:
-    """Print the estimate on rank 0: exit code 0, or 1 when disk or memory would not do.
+    """Print the estimate on rank 0. Returns exit code 0, or 1 when disk or memory is too small.
 
-    Raises UsageError for what extract itself would refuse."""
+    Raises UsageError for a request that extract itself would refuse."""
     if int(os.environ.get("RANK", "0")):
         return EXIT_OK
     estimate = make_estimate(config)
@@ -123,6 +126,7 @@ def dry_run(config: ExtractConfig) -> int:
 
 
 def make_estimate(config: ExtractConfig) -> Estimate:
+    """Prepare the rows and estimate the run. Raises UsageError for a request that cannot be met."""
     wanted = Wanted.of(config)
     spec, dtype = wanted.spec, wanted.dtype
     check_output(config.output)
@@ -188,7 +192,7 @@ def _fill(batches: Plan, store: PreparedStore, batch_tokens: int) -> float:
 
 
 def _choices(wanted: Wanted, store: PreparedStore, lengths: np.ndarray) -> dict[str, int]:
-    """Bytes in each layout, as the dtype asked for and as float8 where it can be had."""
+    """Bytes on disk in each layout that can store these states, in the dtype asked for and in float8."""
     choices: dict[str, int] = {}
     for name in LAYOUTS:
         for kind in dict.fromkeys((wanted.dtype, "float8_e4m3fn")):
@@ -204,7 +208,10 @@ def _choices(wanted: Wanted, store: PreparedStore, lengths: np.ndarray) -> dict[
 
 
 def disk_bytes(layout: Layout, lengths: np.ndarray) -> int:
-    """What files of these lengths take on disk, with their journal lines."""
+    """Bytes that files of these lengths (in tokens, [samples]) take on disk, with their journal lines.
+
+    The size of a file is linear in its tokens, so it is measured at two lengths."""
+    # Two files give the bytes per token and the bytes that every file has; then whole blocks count.
     one, many = (_file_bytes(layout, tokens) for tokens in (1, 1 + PROBE))
     per_token = (many - one) / PROBE
     sizes = one + per_token * (lengths.astype(np.float64) - 1)
@@ -215,7 +222,7 @@ def disk_bytes(layout: Layout, lengths: np.ndarray) -> int:
 def vocab_bytes(
     config: ExtractConfig, spec: ModelSpec, store: PreparedStore, layout: Layout
 ) -> int:
-    """What vocab/ and its kin take, or 0 when they are there."""
+    """Bytes that vocab/ and the layout's own vocabulary files take; 0 when vocab/ is there already."""
     if (config.output / VOCAB / FREQUENCIES).exists():
         return 0
     if not (size := config.draft_vocab_size):
@@ -228,7 +235,7 @@ def vocab_bytes(
 
 
 def _file_bytes(layout: Layout, tokens: int) -> int:
-    """The size of a file of so many tokens, by making one of zeros."""
+    """The size in bytes of a file of so many tokens; it is made from zeros in memory."""
     assert layout.numbering is not None
     first = len(layout.numbering.rows) > 0
     sample = Sample(
@@ -247,6 +254,7 @@ def _file_bytes(layout: Layout, tokens: int) -> int:
 
 
 def free_bytes(output: Path) -> int:
+    """Free bytes where the output folder is, or is going to be."""
     place = output
     while not place.exists():
         place = place.parent
@@ -254,8 +262,10 @@ def free_bytes(output: Path) -> int:
 
 
 def weight_bytes(config: ExtractConfig, spec: ModelSpec) -> int:
-    """Of the weights in memory: counted on a model without storage; where its class is not in
-    transformers, the size of the weight files."""
+    """Bytes of the weights in memory, counted on a model without storage.
+
+    When transformers cannot build the model, or when it is quantized, the size of the weight files is
+    returned instead."""
     try:
         shape = AutoConfig.from_pretrained(
             spec.path, trust_remote_code=config.trust_remote_code, local_files_only=True
@@ -265,10 +275,10 @@ def weight_bytes(config: ExtractConfig, spec: ModelSpec) -> int:
                 shape, trust_remote_code=config.trust_remote_code
             )
         model.tie_weights()  # so that a head that is the embedding is counted once
-    except Exception:  # each class checks its config in its own way, and its own code does anything
+    except Exception:  # each model class checks its config in its own way and may raise any error
         return spec.weight_bytes
     if getattr(shape, "quantization_config", None) is not None:
-        return spec.weight_bytes  # fewer bits than the parameters of the plain model have
+        return spec.weight_bytes  # the parameters of the plain model would take more bytes
     itemsize = DTYPES[spec.dtype].itemsize if spec.dtype in DTYPES else 2
     return sum(parameter.numel() for parameter in model.parameters()) * itemsize
 
@@ -281,7 +291,7 @@ def _device_free(device: str) -> int | None:
 
 # For a person -------------------------------------------------------------------------------------
 def table(e: Estimate) -> str:
-    """The estimate at a glance, 80 columns."""
+    """The estimate as text for a person, about 80 columns wide."""
     lines = [
         _line("model", e.model),
         _line("states", f"{', '.join(e.stored)} as {e.dtype}, layout {e.layout}"),

@@ -1,5 +1,8 @@
-"""What a stored number depends on, by name, so that a folder of another run can be refused with the
-reason. World size, batch budget, paths and threads are not in it: they may change between runs."""
+"""The fingerprint of a run: the settings that the stored values depend on, by name.
+
+A run refuses a folder that another run has written with another fingerprint, and names the difference.
+World size, batch budget, paths and threads are not part of it, because they may change between runs.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,7 +16,7 @@ from extractor.output.run_json import Run
 
 COMPUTED_IN = "computed in"
 SGLANG = "sglang "
-"""Begins the name of a part that a --sglang field is."""
+"""The prefix of a part's name that comes from a --sglang field."""
 
 DTYPE = f"{SGLANG}dtype"
 QUANTIZATION = "quantization files"
@@ -29,12 +32,13 @@ def parts(
     computed_in: str,
     given: Mapping[str, str],
 ) -> dict[str, str]:
-    """Name to a short value or digest.
+    """The parts of the fingerprint: a name to a short value or digest.
 
     Args:
-        data: parts of the prepared store.
-        computed_in: the dtype that the model computes in, by name.
-        given: --sglang fields that can change a number, and their values in one spelling."""
+        dtype: name of the dtype of the stored states.
+        data: the parts of the prepared store.
+        computed_in: name of the dtype in which the model computes.
+        given: the --sglang fields that can change a stored value, with their values in one spelling."""
     return {
         "model": spec.digest,
         "architecture": spec.architecture,
@@ -54,10 +58,13 @@ def parts_of_run(
     now: Mapping[str, str],
     spell: Callable[[dict[str, str]], Mapping[str, str]],
 ) -> dict[str, str]:
-    """The parts of an earlier run, by its run.json. One of a version that left the engine's settings out
-    has these from what else it says of itself; what it does not say is taken to be as now.
+    """The parts of an earlier run, from its run.json.
 
-    spell: --sglang fields, as text, to those that can change a number."""
+    Some versions of the program do not store the engine's settings among the parts. These parts are
+    then made from the other fields of run.json; what no field says is taken to be as in this run.
+
+    now: the parts of this run. spell: takes --sglang fields as text and returns those that can change a
+    stored value, with their values in one spelling."""
     then = dict(run.parts)
     if COMPUTED_IN in then:
         return then
@@ -73,11 +80,14 @@ def _named(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def digest(parts: Mapping[str, str]) -> str:
+    """The fingerprint as one hash: XXH3 (128 bits, in hex) of the parts as sorted JSON."""
     return xxhash.xxh3_128(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs, one phrase each. How the dtype that is computed in came to be is no difference."""
+    """The parts that differ, one phrase per part.
+
+    When both runs compute in the same dtype, a difference in `--sglang dtype` does not count."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if COMPUTED_IN not in names and COMPUTED_IN in before:
         names = [name for name in names if name != DTYPE]

@@ -1,4 +1,4 @@
-"""What a run is asked for: the same answer for a dry run, the run itself and each of its writers."""
+"""The request: what a command line asks for, for the run, its writers and the dry run alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +20,14 @@ from extractor.states import States
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A command line that fits its model.
+    """A command line that has been checked against its model.
 
     Attributes:
+        config: the command line.
+        spec: the model.
         asked: the states that --layers and --final name.
-        stored: those in a file of --layout, in its order.
-        dtype: of stored states, a name in DTYPES.
+        stored: names of the states in a file of --layout, in its order.
+        dtype: dtype of the stored states, a name in DTYPES.
     """
 
     config: ExtractConfig
@@ -36,7 +38,7 @@ class Wanted:
 
     @classmethod
     def of(cls, config: ExtractConfig) -> "Wanted":
-        """Raises UsageError when the model, or the layout, lacks what is asked for."""
+        """Check a command line. Raises UsageError when the model or the layout cannot meet it."""
         spec = ModelSpec.read(config.model, config.sglang_args.get(OVERRIDES))
         asked = States.resolve(config.layers, config.final, spec.num_layers)
         stored = LAYOUTS[config.layout].stored_for(asked)
@@ -47,7 +49,9 @@ class Wanted:
         return cls(config, spec, asked, stored, dtype)
 
     def prepare(self, quiet: bool = False) -> PreparedStore:
-        """The rows, tokenized, or found so in the output folder."""
+        """The tokenized rows; they are prepared unless the output folder has them already.
+
+        quiet: show no progress and no messages."""
         line = ProgressLine("tokenizing", None, "row", quiet=quiet)
         report = _silent if quiet else say
         try:
@@ -56,15 +60,18 @@ class Wanted:
             line.close()
 
     def layout(self, store: PreparedStore) -> Layout:
+        """The layout of --layout for the states asked for."""
         return make_layout(self.config, self.spec, self.stored, self.dtype, store)
 
     def other_layout(self, name: str, dtype: str, store: PreparedStore) -> Layout:
-        """The same states in another layout. Raises UsageError when it has no place for them."""
+        """Another layout for the same states. Raises UsageError when it cannot store them.
+
+        name: a name in LAYOUTS. dtype: a name in DTYPES."""
         stored = LAYOUTS[name].stored_for(self.asked)
         return make_layout(replace(self.config, layout=name), self.spec, stored, dtype, store)
 
     def ask(self, layout: Layout, lengths: np.ndarray, device: str, tp: int) -> Ask:
-        """What a budget is wanted for, of samples of these lengths."""
+        """What the budget depends on for samples of these lengths (in tokens, [samples])."""
         return Ask(
             spec=self.spec,
             device=device,
@@ -86,7 +93,9 @@ def make_layout(
     dtype: str,
     store: PreparedStore,
 ) -> Layout:
-    """--layout's, for these states. dtype: a name in DTYPES."""
+    """The layout of --layout for these states.
+
+    stored: names of the states in a file. dtype: a name in DTYPES."""
     return LAYOUTS[config.layout](
         stored=tuple(stored),
         hidden=spec.hidden_size,
@@ -102,6 +111,6 @@ def _silent(_: str) -> None:
 
 
 def check_topk(k: int, vocab_size: int) -> None:
-    """Raises UsageError unless the model has so many tokens."""
+    """Raises UsageError when k is larger than the vocabulary."""
     if k > vocab_size:
         raise UsageError(f"--topk-logits {k}: the model has {vocab_size:,} tokens")

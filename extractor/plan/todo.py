@@ -1,4 +1,4 @@
-"""What of the rows is still to be done: the same answer for a run and for its dry run."""
+"""Which samples are still to be done, for the run and its dry run alike."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from extractor.prepared.store import PreparedStore
 
 
 def part_of(config: ExtractConfig, store: PreparedStore) -> Ints:
-    """This job's samples (--shard), by index in the store."""
+    """Indices in the store of this job's samples (--shard), int64 [samples]."""
     index, count = config.shard_index
     return batches.shard(store.rows, store.lengths, index, count)
 
@@ -27,8 +27,9 @@ class Todo:
 
     Attributes:
         store: the prepared samples of all jobs.
-        done: what the output folder holds of them.
-        left: this job's samples that are neither finished nor rejected, by index in the store.
+        layout: what a file holds and where it lies.
+        done: which samples the output folder holds, and which are rejected.
+        left: indices in the store of this job's samples that are neither finished nor rejected, int64.
     """
 
     store: PreparedStore
@@ -38,21 +39,21 @@ class Todo:
 
     @classmethod
     def of(cls, output: Path, store: PreparedStore, layout: Layout, selected: Ints) -> "Todo":
-        """selected: this job's samples. What is done is looked for in the output folder now."""
+        """Look in the output folder for what is done. selected: indices of this job's samples."""
         done = find_done(output, store.rows, store.turns, layout.path)
         return cls(store, layout, done, done.left_of(selected))
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample that is left."""
+        """Tokens of each sample that is left, [samples]."""
         return self.store.lengths[self.left]
 
     def ask(self, wanted: Wanted, device: str, tp: int) -> Ask:
-        """The question for a budget."""
+        """What the budget for the samples that are left depends on."""
         return wanted.ask(self.layout, self.lengths, device, tp)
 
     def batches(self, budget: Budget) -> Plan:
-        """Of what is left."""
+        """The batches of the samples that are left."""
         return batches.batches(
             self.left, self.store.lengths, budget.max_tokens, budget.max_sequences
         )

@@ -1,1 +1,1 @@
-"""The ranks of a run: who is who, how they talk, who has died, and signals."""
+"""The ranks of a run: their places, how they talk to each other, how they find dead ranks, signals."""

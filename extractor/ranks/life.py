@@ -1,4 +1,4 @@
-"""Whether a process is alive, and the same one as before."""
+"""How one process finds out whether another one on the same machine has ended."""
 
 import contextlib
 import os
@@ -11,23 +11,29 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """How a rank on the same machine can tell that this process has ended: its namespace of process
-    numbers, its number, and when it began, by which a number that came again is known."""
+    """Identifies a process, so that a rank on the same machine can tell that it has ended.
+
+    Attributes:
+        note: JSON values: the host name with the PID namespace, the process id, and the start time in
+            clock ticks. The start time tells a process from a later one with the same id.
+    """
 
     note: list[Any]
 
     @classmethod
     def own(cls) -> "Life":
+        """Of this process."""
         space = f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
         return cls([space, os.getpid(), _began(os.getpid())])
 
     def is_over(self, note: list[Any]) -> bool:
-        """Whether the process of another's note has ended, as far as can be seen from here."""
+        """Whether the process of another's note has ended. False for one in another PID namespace or on
+        another machine, which cannot be seen from here."""
         space, pid, began = note
         return space == self.note[0] and _began(pid) != began
 
     def end(self, note: list[Any]) -> None:
-        """Kill that process, when it can be seen from here that it is the one of the note."""
+        """Kill the process of a note, if it is in this PID namespace and has not ended."""
         space, pid, began = note
         if space == self.note[0] and began and _began(pid) == began:
             with contextlib.suppress(OSError):
@@ -35,7 +41,9 @@ class Life:
 
 
 def _began(pid: int) -> int:
-    """When a process began, in clock ticks; 0 when it has ended, waited for by its parent or not."""
+    """When a process began, in clock ticks since boot (proc(5): field 22, starttime).
+
+    0 when the process has ended, even if its parent has not waited for it (a zombie)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which rank this process is, of which replica."""
+"""Which rank this process is, and of which replica."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,15 @@ from extractor.torchrun import Launch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """This process among the others, from torchrun's variables; Slurm's own are never read.
+    """The place of this process among the ranks, from torchrun's variables; Slurm's are never read.
 
     Attributes:
-        rank, world_size: over all nodes.
-        local_rank: on this node; the index of its GPU.
-        tp: ranks that hold one copy of the model together.
+        rank, world_size: number of this rank and count of ranks, over all nodes.
+        local_rank: number of this rank on its node; the index of its GPU.
+        tp: how many ranks hold one copy of the model together.
         restart: how often this node's torchrun has restarted its ranks.
-        nodes: torchrun agents of this world.
-        local_size: ranks on this node.
+        nodes: how many torchrun agents the world has.
+        local_size: how many ranks this node has.
     """
 
     rank: int
@@ -36,7 +36,9 @@ class Place:
 
     @classmethod
     def from_environment(cls, tp: int | None) -> "Place":
-        """Raises UsageError for variables that do not fit together, and when tp does not divide the
+        """Read torchrun's variables. tp: as in the class; None for all ranks.
+
+        Raises UsageError for variables that do not fit together, and when tp does not divide the
         world."""
         launch = Launch.from_environment()
         return cls(
@@ -51,6 +53,7 @@ class Place:
 
     @property
     def replica(self) -> int:
+        """Number of the replica that this rank belongs to: tp successive ranks form one."""
         return self.rank // self.tp
 
     @property
@@ -59,7 +62,7 @@ class Place:
 
     @property
     def local_writers(self) -> int:
-        """Replicas that write from this node."""
+        """How many replicas write from this node."""
         return max(self.local_size // self.tp, 1)
 
     @property
@@ -68,5 +71,5 @@ class Place:
 
     @property
     def is_writer(self) -> bool:
-        """The tp rank 0 of a replica hands out its batches and writes its files."""
+        """Whether this rank hands out its replica's batches and writes its files: tp rank 0 does."""
         return self.tp_rank == 0

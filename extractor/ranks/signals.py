@@ -1,4 +1,4 @@
-"""Signals that ask for an end: the first drains, a second one exits at once."""
+"""Signals that ask for an end: the first one makes the run drain, a second one exits at once."""
 
 import contextlib
 import os
@@ -14,16 +14,21 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 # One Ctrl-C reaches a worker twice: from the terminal, and from torchrun, which passes it on.
 ECHO_SECONDS = 1.0
 
-# How another rank's request is brought to this process's main thread.
+# The signal that the watch sends to this process's main thread when another rank was asked to stop.
 RELAY = signal.SIGUSR2
 
 
 class Stopped(BaseException):
-    """Raised in the main thread by the first signal while there is nothing to drain yet."""
+    """Raised in the main thread by the first signal, while there is nothing to drain yet."""
 
 
 class StopSignals:
-    """Installs handlers; `asked` names the first signal that came, to this rank or to another."""
+    """Installs the signal handlers and keeps what they got.
+
+    Attributes:
+        asked: name of the first signal that came, to this rank or to another; None before that.
+        at: when it was handled, on the clock of time.monotonic.
+    """
 
     def __init__(self) -> None:
         self.asked: str | None = None
@@ -34,19 +39,22 @@ class StopSignals:
         self._interrupting = False
         self._drained = False
         self._delivered: str | None = None
-        # The system's own handler writes each signal's number here, whatever the main thread is in.
+        # Python's C handler writes the number of each signal to this pipe at once, also while the main
+        # thread is in C code and cannot run the Python handler (signal.set_wakeup_fd).
         self._wakeup, write = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        # A forked helper's signals are its own.
+        # The signals of a forked process must not be written to this process's pipe.
         os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         for number in ASKING:
             signal.signal(number, self._on_signal)
 
     def delivered(self) -> str | None:
-        """The first signal that has reached this process. Known before `asked` is while the main
-        thread is in C code (a collective, a large read), where no handler runs. For one thread."""
+        """Name of the first signal that has reached this process, or None.
+
+        While the main thread is in C code (a collective, a large read) no Python handler runs, and this
+        knows of the signal before `asked` is set. Only one thread may call it."""
         with contextlib.suppress(BlockingIOError):
             for number in os.read(self._wakeup, 4096):
                 if self._delivered is None and number in ASKING:
@@ -54,15 +62,19 @@ class StopSignals:
         return self._delivered
 
     def relay(self, name: str) -> None:
-        """Another rank was asked to stop: so is this one. From any thread; does not count as a
-        signal, so that one which follows does not exit at once."""
+        """Ask this rank to stop because another rank was asked. Any thread may call it.
+
+        It does not count as a signal to this rank: the next signal does not exit at once.
+
+        name: of the signal that the other rank got."""
         if self.asked is None and self._relayed is None:
             self._relayed = name
             signal.pthread_kill(threading.main_thread().ident or 0, RELAY)
 
     @contextlib.contextmanager
     def interrupting(self) -> Generator[None]:
-        """Within, a signal raises Stopped in the main thread; also one that came before."""
+        """Within this scope a signal raises Stopped in the main thread. A signal that came before the
+        scope raises it at the start."""
         self._interrupting = True
         try:
             if self.asked is not None:
@@ -72,19 +84,21 @@ class StopSignals:
             self._interrupting = False
 
     def drained(self) -> None:
-        """Nothing of this rank is in flight any more: a second signal has nothing to cut short.
-        torchrun sends one to the others as soon as the first rank has left."""
+        """Say that nothing of this rank is in flight. A second signal then does nothing.
+
+        torchrun sends SIGTERM to the other ranks as soon as the first one has left, which must not end
+        a rank that is about to leave in order."""
         self._drained = True
 
     def settle(self) -> None:
-        """The end is known and near: no signal changes it."""
+        """Ignore signals from here on: the run has its result and is about to exit."""
         for number in ASKING:
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            # A forked helper inherits this handler: it must die when told to, and leave Ctrl-C,
-            # which reaches the whole terminal, to its parent.
+            # A forked process inherits this handler. It must end on SIGTERM, and leave Ctrl-C, which
+            # reaches every process of the terminal, to its parent.
             if number == signal.SIGTERM:
                 os._exit(128 + number)
             return

@@ -1,12 +1,13 @@
-"""No rank waits for one that will not come.
+"""The watch: it ends a run in which a rank has failed, so that no rank waits for ever.
 
-A thread in every rank says "I live" on torchrun's store, listens for the failure or the signal of
-another rank, looks at its neighbour's sign of life, and at how long this rank's own step through the
-model has taken. What it may take for granted is little: a rank can be in a collective, in C code or
-in a read of a slow disk, so the thread ends the process itself when the main thread does not.
+Every rank has a watch thread. It posts a heartbeat in torchrun's store, looks there for the failure or
+the signal of another rank, checks the heartbeat of its neighbour (the next rank), and checks how long
+this rank's own steps take. The main thread may be in a collective, in C code or in a read from a slow
+disk, where it cannot react. The watch thread therefore ends the process itself when the main thread
+does not.
 
-What is never a reason to end: rank 0 reading and tokenizing for hours, weights loading for an hour,
-a disk slower than the model. Those wait outside of steps.
+Some long waits are normal and never end a run: rank 0 may read and tokenize for hours, weights may load
+for an hour, and a disk may be slower than the model. These waits are outside of steps.
 """
 
 import contextlib
@@ -28,66 +29,83 @@ from extractor.terminal import complain
 
 BEAT_SECONDS = 1.0
 
-# Beats without a sign of life of the neighbour, by the stage it was last seen in. Before the first
-# forward a rank may import or map large files in C code that lets no thread run.
+# How many of this rank's beats may pass without a new heartbeat of the neighbour, by the stage of its
+# last one. Before the first forward pass a rank may import modules or map large files in C code that
+# lets no other thread run.
 SILENT_BEATS = {"prepare": 600, "load": 600, "run": 20}
 
-# Beats until a neighbour has come at all: it may still be importing.
+# How many beats may pass before the first heartbeat of the neighbour, which may still import modules.
 ABSENT_BEATS = 600
 
-# From hearing of a failure to leaving, for what is being written to be finished or removed.
+# From the news of a failure to the end by force, so that files being written are finished or removed.
 GRACE_SECONDS = 5.0
 
-# From a signal to leaving by force. torchrun kills what is left after 30. Rank 0 goes first, for it
-# has run.json to write, and when one rank has left torchrun ends the others.
+# From a signal to the end by force; torchrun kills the ranks that are left 30 seconds after it. Rank 0
+# has run.json to write and ends first; the others wait LATER_SECONDS more, because torchrun ends all
+# ranks when one has left.
 STOP_SECONDS = 23.0
 LATER_SECONDS = 2.0
 
-# For a rank to say that it was asked to stop as well: it may still be importing.
+# How long a rank may take to say that it was asked to stop as well; it may still import modules.
 EVERYONE_SECONDS = 15.0
 
-# A rank inside a collective waits for another: that one has the first word.
+# A rank that is stuck in a collective waits for another rank. It waits this much longer before it
+# reports, so that the rank that causes the wait reports first.
 WAITER_SECONDS = 6.0
 
-# From a broken connection to knowing whose end broke it.
+# How long to wait, after a connection broke, for the note that says which rank failed and why.
 REASON_SECONDS = 4.0
-FIRST_STEP_SECONDS = 600.0  # kernels are compiled in it
-SLOWER = 20.0
+FIRST_STEP_SECONDS = 600.0  # the first step may compile kernels
+SLOWER = 20.0  # see Pace
 FAILED, STOP = "failed", "stop"
 
 
 class Board(Protocol):
-    """Where ranks leave notes for each other: World.board(). Raises RunError when it is gone."""
+    """Where ranks leave notes for each other (see World.board()). Its methods raise RunError when the
+    store does not answer."""
 
     def post(self, key: str, value: Any) -> None: ...
     def look(self, key: str) -> Any | None: ...
     def first(self, key: str) -> bool:
-        """True to the first caller of all ranks."""
+        """True for the first call with this key over all ranks, False for the others."""
         ...
 
 
 @dataclass(slots=True)
 class Pace:
-    """How long a step may take: `floor` seconds, or SLOWER times the slowest token so far."""
+    """How long a step may take.
+
+    The limit is `floor` seconds, or SLOWER times the longest time per token so far, whichever is
+    greater. The first step may take at least FIRST_STEP_SECONDS.
+
+    Attributes:
+        floor: in seconds.
+        slowest: longest time per token of a step so far, in seconds; the first step does not count.
+        steps: how many steps have ended.
+    """
 
     floor: float
     slowest: float = 0.0
     steps: int = 0
 
     def limit(self, tokens: int) -> float:
+        """Seconds that the next step, of so many tokens, may take."""
         if self.steps == 0:
             return max(self.floor, FIRST_STEP_SECONDS)
         return max(self.floor, SLOWER * self.slowest * tokens)
 
     def took(self, tokens: int, seconds: float) -> None:
+        """Count a step that has ended."""
         self.steps += 1
-        # The first step compiles kernels: what it took says nothing about the next ones.
+        # The first step may compile kernels, so its time says nothing about the next ones.
         if self.steps > 1:
             self.slowest = max(self.slowest, seconds / max(tokens, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """A step under way: its name, its limit in seconds, its start on the watch's clock, its thread."""
+
     what: str
     limit: float
     begun: float
@@ -99,11 +117,13 @@ class Watch:
 
     Args:
         board: where ranks leave notes.
-        rank, world_size: as torchrun counts.
+        rank, world_size: as in Place.
         stop: this rank's signals.
-        stuck_after: seconds that a step may take (see Pace); 0 for as long as it likes.
-        record: called with an error before leaving by force, for torchrun's error file.
-        leave: ends the process with an exit code, from any thread; tests put their own.
+        stuck_after: the floor of Pace, in seconds; 0 for no limit.
+        record: called with an error before the end by force, to write torchrun's error file.
+        leave: ends the process with an exit code, from any thread; tests replace it.
+        clock: returns seconds; tests replace it.
+        life: identifies this process to other ranks; tests replace it.
     """
 
     def __init__(
@@ -139,7 +159,7 @@ class Watch:
         self._closed = threading.Event()
         self._beating = threading.Lock()
         self._stage = "prepare"
-        # What is left to do for a rank that must leave in a hurry: (status, reason).
+        # Called with (status, reason) before an end by force. Rank 0 records these in run.json.
         self.last_words: Callable[[str, str], None] = lambda status, reason: None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -147,14 +167,15 @@ class Watch:
         self._thread.start()
 
     def enter(self, stage: str) -> None:
-        """From now on in this stage ("prepare", "load", "run"); said at once, so that what happens in
-        the next second is not judged by the last one's measure."""
+        """Set the stage of this rank: "prepare", "load" or "run".
+
+        It is posted at once, so that the rank is not judged by the limit of the stage before."""
         with self._beating:
             self._stage = stage
             self._beat()
 
     def close(self) -> None:
-        """This rank's part is over: what happens to others is no matter, nor is its own end."""
+        """Stop watching: this rank's part is over, and its heartbeat ends without being a failure."""
         with self._beating:
             self._closed.set()
             self._stage = "end"
@@ -169,7 +190,10 @@ class Watch:
             raise self._heard(self._failure)
 
     def check_board(self) -> None:
-        """check(), with a look at the board first: torchrun sends SIGTERM after a rank has failed."""
+        """Like check(), but it reads the board instead of what the watch thread has read.
+
+        torchrun sends SIGTERM after a rank has failed, and the watch thread may not know of the failure
+        yet."""
         if failure := self._board.look(FAILED):
             raise self._heard(failure)
 
@@ -179,8 +203,10 @@ class Watch:
         return PeerError(failure["text"], elsewhere=failure["host"] != socket.gethostname())
 
     def reason_for(self, error: BaseException) -> RunError:
-        """Why a connection to another rank broke: what that rank said, or that it died without a
-        word, once this is known; else the error itself."""
+        """The error that says why a connection to another rank broke.
+
+        Waits up to REASON_SECONDS for a failure that a rank reports, which may be that another one has
+        died. When none comes, the returned error has the text of `error`."""
         end = time.monotonic() + REASON_SECONDS
         while time.monotonic() < end and not self._closed.is_set():
             if self._failure is not None:
@@ -190,9 +216,10 @@ class Watch:
 
     @contextlib.contextmanager
     def step(self, kind: str, what: str, tokens: int) -> Generator[None]:
-        """What must end in time: a pass through the model, or its copy to the host.
+        """A scope that must end in time: a pass through the model, or the copy of its states.
 
-        kind: steps of a kind share a pace, and one of a kind is under way at a time."""
+        kind: steps of one kind share a Pace; only one of a kind may be under way at a time.
+        what: names the step in messages. tokens: of its batch."""
         if not self._stuck_after:
             yield
             return
@@ -206,10 +233,10 @@ class Watch:
         pace.took(tokens, self._clock() - begun)
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the other ranks that this one cannot go on. The first rank's word counts.
+        """Tell the other ranks that this one cannot go on. Only the first failure of a run is posted.
 
-        Returns what this rank ends with: the error, or a PeerError when another rank has refused the
-        same before, so that ranks which all find it say it once."""
+        Returns the error that this rank ends with. That is `error`, or a PeerError when another rank has
+        posted the same UsageError before, so that an error that all ranks find is shown once."""
         if isinstance(error, PeerError) or self._failure is not None:
             return error
         text = str(error) or repr(error)
@@ -227,11 +254,15 @@ class Watch:
         return PeerError(text, elsewhere=elsewhere, code=EXIT_USAGE)
 
     def say_stopping(self) -> None:
+        """Post that this rank was asked to stop."""
         self._board.post(f"{STOP}/{self._rank}", True)
 
     def check_everyone_stops(self) -> None:
-        """torchrun sends the same signal for a preemption, which reaches every rank, and because a
-        rank has died. Raises RunError when a rank does not say that it was asked to stop too."""
+        """Wait until every rank has said that it was asked to stop.
+
+        torchrun sends SIGTERM for a preemption, which reaches every rank, and also when a rank has
+        died, which then says nothing. Raises RunError when a rank says nothing in EVERYONE_SECONDS, and
+        what check() raises."""
         end = time.monotonic() + EVERYONE_SECONDS
         while silent := self._silent_about_stop():
             if time.monotonic() > end:
@@ -253,10 +284,10 @@ class Watch:
             self._closed.wait(BEAT_SECONDS)
 
     def tick(self) -> None:
-        """One beat."""
+        """One beat: post the heartbeat and look at everything. Tests call it without the thread."""
         try:
             self._tick()
-        except RunError as error:  # the store is gone
+        except RunError as error:  # the store does not answer
             self._end(EXIT_FAILED, error)
 
     def _tick(self) -> None:
@@ -286,7 +317,7 @@ class Watch:
                 self.stop.relay(name)
             if name is None:
                 return
-            # Said from here, because the main thread may be where no handler runs.
+            # This thread posts it, because the main thread may be in C code where no handler runs.
             self._stop_since = self._clock()
             self._board.post(STOP, name)
             self.say_stopping()
@@ -302,8 +333,8 @@ class Watch:
     def _look_at_neighbour(self) -> None:
         if self._neighbour == self._rank or self._failure is not None:
             return
-        # Counted in this rank's own beats, not in seconds: time in which everything stood still
-        # (a suspended machine, a store that does not answer) is nobody's silence.
+        # The silence is counted in this rank's own beats, not in seconds. Time in which this rank does
+        # not run either (a suspended machine, a store that does not answer) then does not count.
         beat = self._board.look(f"beat/{self._neighbour}")
         if beat != self._seen:
             self._seen, self._unchanged = beat, 0
@@ -320,12 +351,14 @@ class Watch:
         elif self._unchanged > SILENT_BEATS[stage]:
             seconds = self._unchanged * BEAT_SECONDS
             text = f"rank {self._neighbour} has given no sign of life for {seconds:.0f} s"
-            # It does not hear torchrun's SIGTERM either, which waits 30 seconds for it.
+            # A process that hangs like this may not react to torchrun's SIGTERM, and torchrun would wait
+            # 30 seconds for it, so it is killed here.
             self._life.end(note)
         else:
             return
+        # The main thread and the writer get the failure from check() and have GRACE_SECONDS to finish
+        # what they write.
         self._publish(text, stuck=True)
-        # The threads that work hear of it, and have a moment to finish what they write.
 
     def _look_for_absent(self) -> None:
         if self._unchanged > ABSENT_BEATS:
@@ -349,7 +382,9 @@ class Watch:
             self._end(EXIT_FAILED, RunError(text))
 
     def _publish(self, text: str, stuck: bool) -> bool:
-        """Returns whether this is the first failure of any rank."""
+        """Post a failure, unless a rank has posted one before. Returns whether this one was the first.
+
+        stuck: whether the other ranks are to say where their main threads are."""
         note = {"rank": self._rank, "host": socket.gethostname(), "text": text, "stuck": stuck}
         self._failure, self._failed_at = note, self._clock()
         first = self._board.first(f"{FAILED}/count")
@@ -358,7 +393,7 @@ class Watch:
         return first
 
     def _end(self, code: int, error: RunError | None) -> None:
-        """Leave at once: the main thread cannot."""
+        """End the process from this thread, because the main thread may not be able to."""
         if error is not None and not (isinstance(error, PeerError) and not error.elsewhere):
             complain(str(error))
         if error is not None:
@@ -375,7 +410,7 @@ def _no_word(silent: list[int]) -> RunError | None:
 
 
 def _where(thread: int | None) -> str:
-    """A thread's innermost three places, the innermost first."""
+    """The innermost three stack frames of a thread as text, the innermost first."""
     frame = sys._current_frames().get(thread or 0)  # pyright: ignore[reportPrivateUsage]
     if frame is None:
         return "a thread that has ended"

@@ -1,1 +1,1 @@
-"""A run, put together from the stages."""
+"""A run: what connects the stages from the prepared rows to the written files."""

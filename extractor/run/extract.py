@@ -1,5 +1,5 @@
-"""The main job, put together: rank 0 decides what is to be done, every rank builds its part of the
-model, and each replica's writer pumps batches through it to disk."""
+"""The verb `extract`: rank 0 decides what is to be done, every rank builds its part of the model, and
+each replica's writer sends batches through it and writes the states to disk."""
 
 import contextlib
 import time
@@ -32,7 +32,9 @@ from extractor.states import States
 from extractor.torchrun import Launch, record_error
 from extractor.write.writer import ORDINARY, Workers
 
-JOIN, START = "join", "start"  # where a replica's ranks meet
+# The points at which the ranks of a replica wait for each other: before its process groups are made,
+# and before the first batch.
+JOIN, START = "join", "start"
 
 
 def extract(
@@ -41,7 +43,7 @@ def extract(
     stop: StopSignals | None = None,
     workers: Workers = ORDINARY,
 ) -> int:
-    """The verb from its command line: see run."""
+    """Read the command line, then run()."""
     return run(read_extract(argv), backend, stop, workers)
 
 
@@ -51,10 +53,14 @@ def run(
     stop: StopSignals | None = None,
     workers: Workers = ORDINARY,
 ) -> int:
-    """The verb: returns the exit code, raises UsageError and RunError."""
+    """Run one rank's part of the verb and return the exit code.
+
+    stop: this process's signals. workers: how the writer starts threads and processes.
+
+    Raises UsageError for a request that cannot be met and RunError for a failure of the run."""
     begun = time.perf_counter()
     if config.dry_run:
-        Launch.from_environment()  # refuses what dry_run would read
+        Launch.from_environment()  # refuses wrong values of the variables that dry_run reads
         from extractor.plan.dry_run import dry_run  # noqa: PLC0415  (accelerate comes with it)
 
         return dry_run(config)
@@ -64,7 +70,8 @@ def run(
     with contextlib.suppress(Stopped), stop.interrupting():
         device = backend.choose_device(config.device, place)
         backend.prepare_process(device, place, config.verbose)
-    # Not interrupted: a rank that leaves without a word is taken for dead by the others.
+    # From here a signal does not raise: a rank that leaves without a note on the board would be taken
+    # for dead by the others.
     world = World(place, stopping=lambda: stop.asked is not None)
     watch = Watch(
         world.board(),
@@ -112,7 +119,7 @@ def _watched(session: Session) -> int:
                 job, lead = lead_and_tell(session)
             else:
                 job = hear_job(session)
-        if job.answer == EXIT_AGAIN:  # rank 0 waits for the word of all that they stop
+        if job.answer == EXIT_AGAIN:  # rank 0 waits until every rank has said that it stops
             raise Stopped("rank 0")
         if job.reason:
             place = session.place
@@ -130,19 +137,21 @@ def _watched(session: Session) -> int:
             raise
         if watch.stop.asked is None:
             raise watch.reason_for(error) from error
-        # Another rank of the replica was asked while this one waited for it in a collective of its
-        # loading, where no handler runs; or it died, and torchrun's SIGTERM came before that was seen.
+        # This rank waited for another one in a collective while the model was loaded, where no signal
+        # handler runs. The connection broke because the other rank was asked to stop, or because it
+        # died and torchrun's SIGTERM came first. check_everyone_stops tells the two cases apart.
         watch.say_stopping()
         watch.check_everyone_stops()
         return _stop_early(session, lead)
 
 
 def _stop_early(session: Session, lead: Lead | None) -> int:
-    """A signal came before this replica had anything to drain; others may be ahead of it.
+    """End this rank after a signal that came before this replica had anything to drain.
 
-    Leaves once those have drained, for torchrun ends all ranks when one has left; and not later, for
-    a rank that waits for this one in a collective is let go by that only. Raises RunError when
-    another rank failed."""
+    Other replicas may already write. This rank leaves as soon as they have drained: not earlier,
+    because torchrun ends all ranks when one has left, and not later, because only its end releases a
+    rank that waits for it in a collective. Returns the exit code; raises RunError when another rank
+    failed."""
     place, world, watch = session.place, session.world, session.watch
     watch.stop.drained()
     watch.say_stopping()
@@ -171,7 +180,7 @@ def _stop_early(session: Session, lead: Lead | None) -> int:
 
 
 def _work(session: Session, job: Job, lead: Lead | None) -> int:
-    """This rank's part: its part of the model, then batches. Returns the exit code."""
+    """Build this rank's part of the model, then compute batches. Returns the exit code."""
     place, world, watch = session.place, session.world, session.watch
     budget = Budget(**job.budget)
     overrides = session.config.sglang_args.get(OVERRIDES)
@@ -180,7 +189,8 @@ def _work(session: Session, job: Job, lead: Lead | None) -> int:
     mark = time.perf_counter()
     watch.enter("load")
     _together(world, JOIN, watch)
-    world.join_replica(session.device)  # in C code, where each waits for all: not interrupted
+    # Not interruptible: the ranks wait for each other in C code, where no signal handler runs.
+    world.join_replica(session.device)
     writing = _begin_writing(session, job, lead, spec, budget) if place.is_writer else None
     with watch.stop.interrupting():
         engine = session.backend.build(spec, states, place, session.engine_options(budget))
@@ -225,7 +235,8 @@ def _work(session: Session, job: Job, lead: Lead | None) -> int:
 def _begin_writing(
     session: Session, job: Job, lead: Lead | None, spec: ModelSpec, budget: Budget
 ) -> Writing:
-    """A writer's rows, batches and layout, as rank 0 has them or from what it told."""
+    """A writer's samples, batches, layout and buffers: rank 0 has them already, and a writer of
+    another replica reads them from the paths in the job."""
     if lead is not None:
         store, batches, layout = lead.store, lead.plan, lead.layout
     else:
@@ -235,7 +246,9 @@ def _begin_writing(
 
 
 def _together(world: World, what: str, watch: Watch) -> None:
-    """Go on when all of the replica does. Raises Stopped when one of its ranks was stopped before."""
+    """Wait until all ranks of the replica are here.
+
+    Raises Stopped when one of them was asked to stop before that."""
     try:
         with watch.stop.interrupting():
             met = world.meet(what, watch.check)

@@ -1,4 +1,4 @@
-"""Rank 0: what is to be done, and in the end what was."""
+"""Rank 0's part of a run: decide what is to be done, tell the other ranks, and record the result."""
 
 import io
 import secrets
@@ -44,7 +44,7 @@ from extractor.ranks.signals import Stopped
 from extractor.run import provenance
 from extractor.run.session import Session
 
-IMPORT, JOB = "import", "job"  # what rank 0 tells the others
+IMPORT, JOB = "import", "job"  # keys under which rank 0 tells the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ class Job:
 
     Attributes:
         model: local path of the model.
-        states: names of those to capture, in order.
-        stored: names as a file holds them; the layout may keep one twice.
+        states: names of the states to capture, in order.
+        stored: names of the states in a file, in order; a layout may store one twice.
         dtype: stored dtype.
         store: path of the prepared store, which writers open.
-        plan: path of the batches' file, or "" when rank 0 is the only writer.
-        budget: sizes of a batch.
+        plan: path of the file with the batches, or "" when rank 0 is the only writer.
+        budget: the fields of Budget.
         answer: an exit code when there is nothing to run, else None.
         reason: why rank 0 refuses or fails, for a rank on another machine to show; else "".
     """
@@ -79,10 +79,13 @@ class Lead:
     """What rank 0 knows beyond the job.
 
     Attributes:
-        selected: indices of this shard's samples in the store.
-        run: what run.json says.
-        counts: of supervised tokens, when a draft vocabulary is asked for.
-        plan: batches of what is left.
+        selected: indices of this shard's samples in the store, int64 [samples].
+        run: the record that run.json holds.
+        run_path: path of run.json.
+        stages: seconds that each stage took, by name.
+        lock: the locks of the output folder.
+        counts: how often each token is supervised, when a draft vocabulary is asked for.
+        plan: batches of the samples that are left.
     """
 
     config: ExtractConfig
@@ -99,7 +102,10 @@ class Lead:
 
 
 def lead_and_tell(session: Session) -> tuple[Job, Lead | None]:
-    """_decide, and the others hear what came of it, or that there is nothing for them to do."""
+    """Decide what is to be done and tell the other ranks.
+
+    When this rank fails, the others get a job with the exit code and the reason; the error is then
+    raised here. The second value is None when there is nothing to run."""
 
     world = session.world
 
@@ -107,7 +113,7 @@ def lead_and_tell(session: Session) -> tuple[Job, Lead | None]:
         world.tell(IMPORT, True)
 
     def tell(job: Job) -> None:
-        if job.answer is not None:  # those that have not begun to import need not
+        if job.answer is not None:  # there is nothing to run, so ranks that wait need not import
             world.tell(IMPORT, False)
         world.tell(JOB, asdict(job))
 
@@ -121,8 +127,10 @@ def lead_and_tell(session: Session) -> tuple[Job, Lead | None]:
 
 
 def hear_job(session: Session) -> Job:
-    """What lead_and_tell tells, by the others. SGLang is imported while rank 0 does that: its replica
-    would be that much ahead of every other."""
+    """Wait for the job that lead_and_tell sends; every rank but rank 0 calls this.
+
+    SGLang is imported at the same time as on rank 0; otherwise rank 0's replica would start ahead of
+    the others by the time of the import."""
     world, check = session.world, session.watch.check
     if world.hear(IMPORT, check):
         session.backend.import_modules(session.device)
@@ -130,7 +138,10 @@ def hear_job(session: Session) -> Job:
 
 
 def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead | None]:
-    """importing: called right before this rank imports SGLang."""
+    """Prepare the rows, check the output folder, plan the batches and write run.json.
+
+    importing: called right before this rank imports SGLang. The second value is None when nothing is
+    left to run."""
     config, place, device, backend = (
         session.config,
         session.place,
@@ -138,7 +149,7 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
         session.backend,
     )
     begun = session.begun
-    # What the interpreter and this program's own imports, PyTorch's among them, took before.
+    # The time before `begun`: the start of the interpreter and this program's imports, with PyTorch.
     stages = {"start": provenance.process_age() - (time.perf_counter() - begun)}
     wanted = Wanted.of(config)
     spec, dtype = wanted.spec, wanted.dtype
@@ -146,6 +157,7 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
     count = config.shard_index[1]
     run_path = provenance.run_path(config)
     before = check_output(config.output)
+    # In a new folder there is work to do, so that the model is checked before the rows are prepared.
     if before is None:
         importing()
         backend.check_model(spec, place, config.sglang_args)
@@ -157,7 +169,7 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
     try:
         with lock.alone("preparing the rows"):
             store = wanted.prepare()
-    except UsageError:
+    except UsageError:  # a refused run does not leave a new, empty output folder behind
         lock.undo()
         raise
     stages["prepare"] = time.perf_counter() - mark
@@ -204,6 +216,7 @@ def _decide(session: Session, importing: Callable[[], None]) -> tuple[Job, Lead 
         f"{len(lead.plan):,} batches of at most {budget.max_tokens:,} tokens; at most "
         f"{budget.host_bytes / pages.GIB:.2f} GiB of host memory beside the model's"
     )
+    # A folder with an earlier run may have nothing left to do, so SGLang is imported only here.
     if before is not None:
         importing()
         backend.check_model(spec, place, config.sglang_args)
@@ -231,7 +244,8 @@ def _refuse_other_settings(output: Path, run: Run, parts: dict[str, str]) -> Non
 
 
 def _check_window(backend: Backend, spec: ModelSpec, lengths: np.ndarray) -> None:
-    """Raises UsageError where the model has a window that is not applied and samples are longer."""
+    """Raises UsageError when samples are longer than an attention window of the model that SGLang does
+    not apply."""
     beyond = 0 if spec.window is None else int((lengths > spec.window).sum())
     if beyond and not backend.applies_window(spec):
         raise UsageError(
@@ -271,7 +285,7 @@ def _say_rest(store: PreparedStore, selected: np.ndarray, done: Done, left: np.n
 
 
 def _sweep(output: Path, layout: Layout, store: PreparedStore, left: np.ndarray) -> None:
-    """Remove the temporary files that killed writers left of samples that are still to be done."""
+    """Remove the temporary files that killed writers left behind, of samples that are still to do."""
     names: dict[Path, set[str]] = {}
     for row, turn in zip(store.rows[left].tolist(), store.turns[left].tolist(), strict=True):
         path = output / layout.path(row, turn)
@@ -284,8 +298,11 @@ def _sweep(output: Path, layout: Layout, store: PreparedStore, left: np.ndarray)
 def _write_vocabulary(
     config: ExtractConfig, spec: ModelSpec, store: PreparedStore
 ) -> TokenCounts | None:
-    """How often each token is supervised, over all rows, and a drafter's vocabulary if asked for; then
-    the counts are given back, for the layout's own files of it."""
+    """Write vocab/: how often each token is supervised over all rows, and a draft vocabulary if asked
+    for.
+
+    Returns the counts if a draft vocabulary is asked for, because the layout's own files of it need
+    them; else None."""
     folder, size = config.output / VOCAB, config.draft_vocab_size
     if (folder / "token_freq.safetensors").exists() and not size:
         return None
@@ -295,7 +312,10 @@ def _write_vocabulary(
 
 
 def _write_plan(config: ExtractConfig, batches: Plan) -> Path:
-    """Under a new name each time: a rank whose view of the folder is old must not find an old plan."""
+    """Write the batches for the other writers and return the path.
+
+    The name is new each time, so that a rank with a stale view of a network folder cannot read an old
+    plan."""
     index, count = config.shard_index
     prefix = f"plan-{index}-of-{count}-"
     for path in (config.output / PREPARED).glob(f"{prefix}*.npz"):
@@ -308,19 +328,24 @@ def _write_plan(config: ExtractConfig, batches: Plan) -> Path:
 
 
 def read_plan(path: str) -> Plan:
+    """The batches that rank 0 has written (see Job.plan)."""
     with np.load(path, allow_pickle=False) as arrays:
         return Plan(arrays["order"], arrays["starts"])
 
 
 def finish(lead: Lead, status: str) -> int:
-    """Count what the folder holds now, write it down, say it, and return the exit code."""
+    """End the run: count what the folder holds, write rejects.jsonl and run.json, and say the counts.
+
+    When all is done, the layout's own files are written too. Returns the exit code.
+
+    status: "complete" or "stopped"; a stopped run that has nothing left counts as complete."""
     with lead.lock.alone("writing rejects.jsonl"):
         done = find_done(lead.config.output, lead.store.rows, lead.store.turns, lead.layout.path)
         write_rejects(lead.config.output, [*lead.store.rejects, *done.rejected.values()])
     rejected = len(done.rejected)
     written = int(done.finished[lead.selected].sum())
     if status == "stopped" and written + rejected >= len(lead.selected):
-        status = "complete"  # the signal came with the last batch
+        status = "complete"  # the signal came during the last batch
     counts = {
         "rows": lead.store.num_rows,
         "samples": len(lead.selected),
@@ -351,7 +376,8 @@ def finish(lead: Lead, status: str) -> int:
 
 
 def check_count(batches: Plan, results: Sequence[dict[str, Any]]) -> None:
-    """Raises RunError when writers that ran to the end wrote another number than was planned."""
+    """Raises RunError when the writers, none of which was stopped, wrote and rejected together another
+    number of samples than planned."""
     if any(result["stopped"] for result in results):
         return
     wrote = sum(result["samples"] + result["rejected"] for result in results)
@@ -363,7 +389,7 @@ def check_count(batches: Plan, results: Sequence[dict[str, Any]]) -> None:
 
 
 def _write_side_files(lead: Lead) -> None:
-    """The draft vocabulary once more, as the layout's own project wants it."""
+    """Write the draft vocabulary also in the format of the project that the layout belongs to."""
     if (size := lead.config.draft_vocab_size) and lead.counts is not None:
         for name, parts in lead.layout.vocabulary(lead.counts, size).items():
             write_whole(lead.config.output / name, parts, sync=False)

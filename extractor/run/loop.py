@@ -1,5 +1,5 @@
-"""A writer's run: batches from the shared counter through the model to files; and what the other ranks
-of its replica do meanwhile."""
+"""The loop of a writer, which takes batches from the shared counter through the model to files, and the
+loop of the other ranks of its replica."""
 
 import contextlib
 import os
@@ -33,8 +33,8 @@ from extractor.write.buffers import HostRing
 from extractor.write.staging import Stager
 from extractor.write.writer import ORDINARY, Workers, Writer
 
-# The loop launches hundreds of kernels a batch and asks for the interpreter at each: a thread that kept
-# it for the usual 5 ms would starve the device.
+# The loop launches hundreds of kernels per batch and may have to wait for the interpreter lock at each.
+# With the default switch interval of 5 ms per wait, the device would run out of work.
 SWITCH_SECONDS = 0.0005
 
 
@@ -46,9 +46,9 @@ class Sink:
         output: the folder.
         journal: name of this writer's journal.
         durability: see Writer.
-        threads: or worker processes, that write files; None for as many as it takes, up to the cores
-            and MOST_WRITERS (plan/budget.py).
-        workers: how the writer comes by them.
+        threads: how many threads or worker processes write files; None for as many as are needed, up to
+            the number of cores (2 at least) and MOST_WRITERS (plan/budget.py).
+        workers: how the writer starts them.
     """
 
     output: Path
@@ -80,8 +80,11 @@ class Writing:
     """What a writer is to write, and the buffers for it.
 
     Attributes:
-        batches: all of them, of all replicas.
-        ring: of budget's slots, or of fewer when there are fewer batches.
+        store: the prepared samples.
+        batches: the batches of all replicas.
+        layout: what a file holds.
+        budget: sizes of a batch and of the ring.
+        ring: has the budget's number of slots, or fewer when there are fewer batches.
         sink: where the files go.
     """
 
@@ -102,9 +105,11 @@ class Writing:
         sink: Sink,
         device: torch.device,
     ) -> "Writing":
-        """Buffers are found and page-locked from now on, in threads: a large one takes as long as a
-        pass, so this is for before the model is loaded. Raises RunError where there is no memory."""
-        # What threads write is not shared: shared memory is slower to come by.
+        """Make the ring and start to allocate and pin its buffers in threads.
+
+        A large buffer takes as long as a pass through a small model, so this is called before the model
+        is loaded. Raises RunError when there is no memory."""
+        # Buffers are shared only for worker processes, because shared memory is slower to allocate.
         by_processes = sink.workers.are_processes(device) and isinstance(layout, Framed)
         slots = max(min(budget.slots, len(batches)), 1)
         ring = HostRing(
@@ -113,7 +118,7 @@ class Writing:
             pinned=device.type == "cuda",
             shared=by_processes and pages.can_share(),
         )
-        # A sample longer than a slot, a batch by itself, takes the place of some.
+        # A sample longer than a slot needs a buffer of its own, which takes the room of several slots.
         longer = budget.longest > budget.max_tokens
         displaced = -(-budget.longest // budget.max_tokens) if longer else 0
         ring.make_ready(min(slots - displaced, RING_SLOTS))
@@ -121,20 +126,23 @@ class Writing:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all batches."""
         return int(self.batches.tokens(self.store.lengths).sum())
 
     def numbers(self, world: World, counter: str) -> Iterator[int]:
-        """Of the batches that this replica takes, while there are any."""
+        """Numbers of the batches that this replica takes, until the counter of all replicas has passed
+        the last batch."""
         while (number := world.next_number(counter)) < len(self.batches):
             yield number
 
     def batch(self, number: int) -> Batch:
+        """The batch with this number, with its samples read from the store."""
         indices = self.batches.batch(number)
         return Batch.of(number, tuple(self.store.sample(int(index)) for index in indices))
 
 
 class Parts(NamedTuple):
-    """What works beside the model while a replica's batches are written."""
+    """The parts that run beside the model while a replica's batches are written."""
 
     source: "Prefetch"
     writer: Writer
@@ -143,9 +151,9 @@ class Parts(NamedTuple):
 
 @contextlib.contextmanager
 def _at_work(world: World, watch: Watch, writing: Writing, counter: str) -> Generator[Parts]:
-    """Opens all that write_batches needs, and closes it, also after an error."""
+    """Open what write_batches needs, and close it at the end, also after an error."""
     ring = writing.ring
-    if not ring.is_shared:  # its pages are this process's own, once they are found
+    if not ring.is_shared:  # its pages count as this process's own memory once they are pinned
         ring.wait_until_ready()
     memory = HostMemory(writing.budget.host_bytes, resident_bytes() - ring.private_bytes)
     journal = writing.sink.open_journal()
@@ -163,7 +171,7 @@ def _at_work(world: World, watch: Watch, writing: Writing, counter: str) -> Gene
     finally:
         source.close()
         meter.close()
-        # The samples are written; that buffers and who maps them are gone takes a while yet.
+        # The samples are written. To end the worker processes and free the buffers takes a while more.
         writer.end_processes()
         ring.close()
 
@@ -171,15 +179,15 @@ def _at_work(world: World, watch: Watch, writing: Writing, counter: str) -> Gene
 def write_batches(
     engine: Engine, world: World, watch: Watch, writing: Writing, counter: str = "batch"
 ) -> tuple[bool, dict[str, Any]]:
-    """Write this replica's share of the batches, until there are no more or a signal came.
+    """Write this replica's share of the batches, until there are no more or a signal comes.
 
-    The host buffer is taken before the replica hears of a batch, so that when the disk is behind the
-    other ranks wait here, in a CPU broadcast, and never in a collective on the GPU.
+    The host buffer is acquired before the other ranks get the batch. When the disk is slower than the
+    model, they then wait in a broadcast on the CPU and never in a collective on the GPU.
 
-    counter: in torchrun's store, from which replicas take numbers of batches.
+    counter: name of the counter in torchrun's store from which replicas take numbers of batches.
 
-    Returns whether a signal stopped it, and what run.json says of it. Raises the writer's error, and
-    PeerError when another rank has failed."""
+    Returns whether a signal stopped it, and this replica's record for run.json. Raises the writer's
+    error, and PeerError when another rank has failed."""
     sys.setswitchinterval(SWITCH_SECONDS)
     device, stop, stopped = engine.info.device, watch.stop, False
     stager = Stager(writing.layout.planes, device)
@@ -188,7 +196,7 @@ def write_batches(
         def check() -> None:
             writer.check()
             watch.check()
-            if stop.asked is not None:  # the batch that waits for a buffer has not begun
+            if stop.asked is not None:  # the batch that waits for a buffer is not started
                 raise Stopped(stop.asked)
 
         try:
@@ -222,7 +230,7 @@ def write_batches(
 
 
 def _device_name(device: torch.device) -> str:
-    """By which one GPU is told from another, also by nvidia-smi."""
+    """A name that tells one GPU from another: its model and its UUID as nvidia-smi shows it."""
     if device.type != "cuda":
         return str(device)
     properties = torch.cuda.get_device_properties(device)
@@ -230,14 +238,21 @@ def _device_name(device: torch.device) -> str:
 
 
 def follow(engine: Engine, world: World, watch: Watch) -> None:
-    """A rank that computes and does not write: the same batches, until the writer says no more."""
+    """The loop of a rank that computes and does not write: it runs the same batches as its writer, until
+    the writer sends the end."""
     while (batch := world.share_batch(None)) is not None:
         with watch.step("pass", str(batch), batch.num_tokens):
             engine.forward(batch)
 
 
 class Prefetch:
-    """Makes the next batches in a thread while the model runs."""
+    """Makes the next batches in a thread while the model runs.
+
+    Args:
+        numbers: of the batches to make, in order.
+        make: makes a batch from its number.
+        depth: how many batches wait at most.
+    """
 
     def __init__(
         self, numbers: Iterator[int], make: Callable[[int], Batch], depth: int = 2
@@ -267,11 +282,12 @@ class Prefetch:
         return False
 
     def next(self) -> Batch | None:
-        """The next batch, or None at the end. Raises what making it raised."""
+        """The next batch, or None at the end. Raises RunError when the batch cannot be made."""
         item = self._queue.get()
         if isinstance(item, BaseException):
             raise RunError(f"cannot read the prepared samples: {item!r}") from item
         return item
 
     def close(self) -> None:
+        """Let the thread end; the batches that wait are dropped."""
         self._closed.set()

@@ -1,4 +1,4 @@
-"""What a writer's loop measures of itself: waits, memory, and how far it was at which time."""
+"""What a writer's loop measures of itself: its waits, its memory, and its progress over time."""
 
 import contextlib
 import os
@@ -13,14 +13,14 @@ from extractor.write.buffers import HostRing
 from extractor.write.writer import Writer
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-LOOK_SECONDS = 0.25  # between looks at memory
+LOOK_SECONDS = 0.25  # the least time between two measurements of memory
 
 
 class Timeline:
-    """How far a replica was at which time, for run.json and the report's picture: a light list.
+    """The progress of a replica over time, for run.json and the plot in the report.
 
-    It keeps at most `most` points, evenly spread: when there are more, every other one goes, and from
-    then on only half as many are taken. The last one is always kept."""
+    It keeps at most `most` points, evenly spread: when there are as many, every other one is removed,
+    and from then on points are taken half as often. The last point is always kept."""
 
     FIELDS = ("seconds", "tokens", "bytes", "data", "disk", "model")
 
@@ -30,29 +30,37 @@ class Timeline:
         self._last: tuple[float, ...] | None = None
 
     def note(self, seconds: float, tokens: int, nbytes: int, *waits: float) -> None:
-        """All counts since the start; waits for data, disk and the model, in seconds."""
+        """Add a point. All values count from the start.
+
+        seconds: the time. tokens, nbytes: what is written. waits: seconds of waiting for data, for the
+        disk and for the model, in this order."""
         self._last = (round(seconds, 3), tokens, nbytes, *(round(wait, 3) for wait in waits))
         if self._points and seconds - self._points[-1][0] < self._every:
             return
         self._points.append(self._last)
+        # Halving keeps the points evenly spread over the whole time without knowing its length.
         if len(self._points) >= self._most:
             self._points = self._points[::2]
             self._every = max(2 * self._every, 2 * seconds / self._most)
 
     @property
     def points(self) -> list[list[float]]:
-        """Points in order, each with FIELDS."""
+        """Points in order of time, each with the values that FIELDS names."""
         tail = [self._last] if self._last and self._last not in self._points[-1:] else []
         return [list(point) for point in [*self._points, *tail]]
 
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds of the loop, by what it waited for: the next batch, a host buffer that is being written
-    to disk, or the model: launching it, and a buffer that it has yet to fill.
+    """Seconds of the loop, by what it waited for.
 
-    launching: the part of `model` in which this thread launched passes, or stood in that because the
-    device's queue was full."""
+    Attributes:
+        data: the next batch.
+        disk: a free host buffer, while a batch that had landed was not yet written.
+        model: the launch of passes, and a free host buffer while there was nothing to write.
+        launching: the part of `model` in which this thread launched passes, or was blocked in a launch
+            because the device's queue was full.
+    """
 
     data: float = 0.0
     disk: float = 0.0
@@ -70,8 +78,10 @@ class Waits:
 
 
 def resident_bytes(process: int | str = "self") -> int:
-    """Of a process, without what it shares, such as prepared samples that it maps. OSError when it is
-    gone."""
+    """Resident memory of a process in bytes, from /proc/PID/statm (proc(5)).
+
+    Shared pages, such as those of mapped files, do not count. Raises OSError when there is no such
+    process."""
     _, resident, shared, *_ = Path(f"/proc/{process}/statm").read_text().split()
     return (int(resident) - int(shared)) * PAGE
 
@@ -81,10 +91,10 @@ class HostMemory:
     """A writer's resident memory in bytes.
 
     Attributes:
-        bound: the most that `most` may be over `before` (Budget.host_bytes); on a CPU the model's own
-            comes on top.
-        before: of the process without its buffers: libraries, and what the model left there.
-        most: of the process, with its buffers and writer processes, at any batch since.
+        bound: by how much `most` may exceed `before` (Budget.host_bytes); on a CPU the memory of the
+            model comes on top.
+        before: of the process without its buffers: libraries, and what loading the model leaves.
+        most: the largest value that was measured, with buffers and worker processes.
     """
 
     bound: int
@@ -92,9 +102,10 @@ class HostMemory:
     most: int = 0
 
     def look(self, ring: HostRing, writer: Writer) -> None:
+        """Measure, and keep the largest value in `most`."""
         nbytes = resident_bytes() + ring.shared_bytes
         for pid in writer.pids:
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the process has ended
                 nbytes += resident_bytes(pid)
         self.most = max(self.most, nbytes)
 
@@ -104,11 +115,12 @@ def _second(pair: tuple[str, float]) -> float:
 
 
 class Meter:
-    """What a writer's loop spends its time on, for run.json and for the progress line.
+    """Measures what a writer's loop spends its time on, for run.json and for the progress line.
 
     Args:
-        memory: told at some of many short steps to look.
-        line: moved on at every step.
+        writer, ring: what the loop uses.
+        memory: measured at steps that are at least LOOK_SECONDS apart.
+        line: updated at every step.
     """
 
     def __init__(
@@ -122,13 +134,15 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Generator[None]:
+        """Count the time within as a wait for data."""
         mark = time.perf_counter()
         yield
         self._waits.data += time.perf_counter() - mark
 
     @contextlib.contextmanager
     def waiting_for_a_buffer(self) -> Generator[None]:
-        """For the disk, while there was something to write; else for the model to fill one."""
+        """Count the time within as a wait for the disk while there is something to write, and otherwise
+        as a wait for the model to fill a buffer."""
         mark, before = time.perf_counter(), self._writer.busy_seconds()
         yield
         waited, busy = time.perf_counter() - mark, self._writer.busy_seconds() - before
@@ -137,6 +151,7 @@ class Meter:
 
     @contextlib.contextmanager
     def launching(self) -> Generator[None]:
+        """Count the time within as the launch of a pass."""
         mark = time.perf_counter()
         yield
         launched = time.perf_counter() - mark
@@ -144,7 +159,8 @@ class Meter:
         self._waits.launching += launched
 
     def step(self) -> None:
-        """After each batch, and after the last of them is written."""
+        """Add a point to the timeline and update the progress line. It is called after each batch, and
+        again when the last one is written."""
         at, done, waits = self._since_begin(), self._writer.progress, self._waits
         if at - self._looked > LOOK_SECONDS:
             self._looked = at
@@ -156,14 +172,14 @@ class Meter:
         )
 
     def stop(self) -> None:
-        """All is written."""
+        """End the measured time; it is called when all is written."""
         self._seconds = self._since_begin()
 
     def close(self) -> None:
         self._line.close()
 
     def report(self) -> dict[str, Any]:
-        """What run.json says of the loop, once it has stopped."""
+        """The loop's record for run.json. stop() must come before it."""
         progress, waits = self._writer.progress, self._waits
         return {
             "began": round(self._began, 3),

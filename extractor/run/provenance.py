@@ -1,4 +1,4 @@
-"""What a run says of itself in run.json before its first forward pass."""
+"""What run.json says about a run: its record before the first forward pass, and how it ended."""
 
 import contextlib
 import importlib.metadata
@@ -25,11 +25,12 @@ _SALT = secrets.token_hex(8)
 
 
 def run_id() -> str:
-    """Of this process and no other, a forked one neither, so that it knows its own record."""
+    """An id by which this process knows its own record. No other process has it, not even a fork."""
     return f"{_SALT}-{os.getpid():x}"
 
 
 def run_path(config: ExtractConfig) -> Path:
+    """Path of this job's run.json; each shard has its own."""
     return config.output / run_json.name_of(*config.shard_index)
 
 
@@ -44,9 +45,9 @@ def describe(
     parts: dict[str, str],
     dtype: str,
 ) -> Run:
-    """The record as it stands before the first forward.
+    """The record as it is before the first forward pass.
 
-    parts: of the fingerprint. dtype: of the stored states, by name."""
+    parts: the parts of the fingerprint. dtype: name of the dtype of the stored states."""
     packages = ("sglang", "torch", "transformers", "safetensors", "hidden-state-extractor")
     values = asdict(config)
     return Run(
@@ -99,17 +100,20 @@ def _git_commit() -> str:
 
 
 def process_age() -> float:
-    """Seconds since this process began, by the kernel's clock (proc(5): starttime, ticks after boot)."""
+    """Seconds since this process began.
+
+    The start comes from /proc/self/stat (proc(5): field 22, starttime, in clock ticks since boot)."""
     after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     ticks = int(after_name[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def mark_end(path: Path, status: str, reason: str) -> None:
-    """run.json's last word from a run that cannot write its own: as well as it can be done.
+    """Record in run.json how a run ended that cannot write its full record any more.
 
-    An earlier run's record stays, under `earlier`. A run stopped before it knew its fingerprint, in a
-    folder without one, leaves a record without, for whoever looks whether it is to be started again."""
+    Errors are ignored. The record of an earlier run stays, under `earlier`. When the folder has no
+    record yet, only a stopped run writes one, without a fingerprint, so that a scheduler sees that it is
+    to be started again."""
     with contextlib.suppress(OSError, ValueError, RunError):
         run = run_json.read(path)
         if run is None and status != "stopped":
@@ -118,8 +122,10 @@ def mark_end(path: Path, status: str, reason: str) -> None:
 
 
 def ended(before: Run | None, status: str, reason: str) -> Run:
-    """This run's record as it ends. before: the file's record; of an earlier run's, this one has only
-    what holds for the folder."""
+    """This run's record with its end.
+
+    before: the record in the file, if any. When it is an earlier run's, only what holds for the whole
+    folder is taken from it."""
     error = reason or None
     if before is not None and before.run_id == run_id():
         return run_json.replace(before, status=status, finished=now(), error=error)
@@ -137,5 +143,5 @@ def ended(before: Run | None, status: str, reason: str) -> Run:
 
 
 def _began() -> str:
-    """When this process did."""
+    """When this process began: local time with its offset, to the second."""
     return time.strftime(run_json.WHEN, time.localtime(time.time() - process_age()))

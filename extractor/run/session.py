@@ -1,4 +1,4 @@
-"""What every part of a run on one rank has to do with."""
+"""The objects that every part of a run on one rank uses."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,17 @@ from extractor.write.writer import Workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One rank's run, from the time that it speaks to the others.
+    """One rank's run, once it is connected to the other ranks.
 
     Attributes:
-        begun: when this program began, on time.perf_counter's clock.
+        config: the command line.
+        place: which rank this is.
+        world: how it talks to the other ranks.
+        watch: watches the other ranks, and this rank's own steps.
         device: where this rank computes.
         backend: builds its engine.
-        workers: how its writer comes by threads and processes.
+        workers: how its writer starts threads and processes.
+        begun: when run() began, on the clock of time.perf_counter.
     """
 
     config: ExtractConfig
@@ -36,7 +40,8 @@ class Session:
 
     @property
     def sink(self) -> Sink:
-        """Where this replica's files go."""
+        """Where this replica's files go. The journal's name has the shard and the replica in it, so that
+        no two writers share a journal."""
         index, count = self.config.shard_index
         prefix = "" if count == 1 else f"s{index}of{count}-"
         return Sink(
@@ -48,6 +53,7 @@ class Session:
         )
 
     def engine_options(self, budget: Budget) -> EngineOptions:
+        """What the engine is built with: the budget's sizes and the command line's settings."""
         return EngineOptions(
             device=self.device,
             max_tokens=budget.max_tokens,

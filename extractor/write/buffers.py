@@ -1,5 +1,7 @@
-"""Host buffers for batches in flight: page-locked for CUDA, mapped by writer processes, and together
-within a bound."""
+"""Host buffers for batches in flight.
+
+They are pinned (page-locked) for CUDA, worker processes can map them, and their total size has a
+bound."""
 
 import itertools
 import mmap
@@ -13,16 +15,16 @@ from extractor import pages
 from extractor.errors import RunError
 from extractor.pages import GIB
 
-WAIT_SECONDS = 0.2  # how often who waits for a buffer looks whether all is well
+WAIT_SECONDS = 0.2  # seconds between the calls of check() while acquire() waits for a buffer
 
 
 class SharedSlot(NamedTuple):
-    """A buffer that writer processes can map.
+    """A buffer that worker processes can map.
 
     Attributes:
-        number: no two of a ring have the same one, ever.
-        descriptor: of its memory.
-        nbytes: of it.
+        number: unique in its ring; it is never used again, not even after the slot is closed.
+        descriptor: file descriptor of its memory.
+        nbytes: its size in bytes.
     """
 
     number: int
@@ -34,12 +36,15 @@ class HostBuffer:
     """Memory for a batch's states.
 
     Attributes:
-        tensor: uint8 [nbytes].
-        slot: how other processes find it; None when it is of this process alone.
+        tensor: the memory, uint8 [nbytes].
+        slot: how worker processes find the memory; None when it is private to this process.
     """
 
     def __init__(self, nbytes: int, pinned: bool, number: int | None = None) -> None:
-        """number: of a slot to be shared. Raises OSError or RuntimeError when there is no memory."""
+        """Allocate the memory, and start to pin it when asked.
+
+        number: the slot number of a shared buffer; None for a private one. Raises OSError or
+        RuntimeError when there is no memory."""
         self.nbytes = nbytes
         self.slot: SharedSlot | None = None
         self._lock: PageLock | None = None
@@ -56,13 +61,17 @@ class HostBuffer:
             self._lock = PageLock(memory, self.tensor.data_ptr())
 
     def wait_until_locked(self) -> None:
-        """Before anything is copied into it. Raises RunError when its pages cannot be locked."""
+        """Wait until the buffer is pinned, which is needed before anything is copied into it.
+
+        Raises RunError when CUDA cannot lock its pages."""
         if self._lock is not None:
             self._lock.wait()
 
     def close(self) -> None:
-        """Give the memory back, which takes a while when it is locked. Nobody reads or writes it any
-        more; what other processes still map of it holds no memory."""
+        """Give the memory back, which takes a while when it is pinned.
+
+        The caller makes sure that nobody reads or writes it. A mapping that another process still has
+        keeps no memory."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
         slot, self.slot = self.slot, None
         lock, self._lock = self._lock, None
@@ -73,26 +82,29 @@ class HostBuffer:
 
 
 class PageLock:
-    """Memory page-locked for CUDA, in a thread: its pages are found and filled with zeros, which for a
-    large batch takes as long as a small model's pass, and that can run meanwhile.
+    """Pins memory for CUDA in a thread of its own.
 
-    Locked here, because PyTorch's own allocator takes the next power of two, up to twice what the run's
-    bound says."""
+    The system has to allocate the pages and fill them with zeros. For a large batch this takes as
+    long as a pass of a small model, which can run at the same time.
+
+    PyTorch's own pinned allocator is not used because it rounds the size up to the next power of two,
+    which can be twice the bound of the run."""
 
     def __init__(self, memory: mmap.mmap, address: int) -> None:
         self._memory, self._address = memory, address
         self._runtime: Any = torch.cuda.cudart()
         self._device = torch.cuda.current_device()
         self._error: BaseException | None = None
-        # No daemon: a process that ends while such a thread is in PyTorch's code is aborted.
+        # It is no daemon thread, because a process that exits while one is in PyTorch's code aborts.
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name="page-lock")
         try:
             self._thread.start()
-        except RuntimeError:  # the system gives no more
+        except RuntimeError:  # the system gives no more threads, so the caller's thread pins it
             self._thread = None
             self._run()
 
     def wait(self) -> None:
+        """Wait until the memory is pinned. Raises RunError when CUDA refuses."""
         self._join()
         if self._error is not None:
             raise RunError(
@@ -101,7 +113,8 @@ class PageLock:
             ) from self._error
 
     def undo(self) -> None:
-        """Before the pages are unmapped, or what is mapped there next could not be locked."""
+        """Unpin the memory. This must happen before the pages are unmapped: otherwise the memory that
+        is mapped at the same address next cannot be pinned."""
         self._join()
         if self._error is None:
             torch.cuda.set_device(self._device)
@@ -113,34 +126,38 @@ class PageLock:
 
     def _run(self) -> None:
         try:
-            # The pages are found here, and not by CUDA, which keeps other threads from launching kernels
-            # for as long as it takes.
+            # Writing one byte per page makes the system allocate the pages here. Otherwise CUDA does
+            # it, and no other thread can launch kernels for that time.
             torch.frombuffer(self._memory, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
-            # Or a thread's first call of CUDA would make a context on GPU 0, whoever's that is.
+            # Without this the first CUDA call of a thread makes a context on GPU 0, which may belong
+            # to another rank.
             torch.cuda.set_device(self._device)
             size = len(self._memory)
             torch.cuda.check_error(self._runtime.cudaHostRegister(self._address, size, 0))
         except BaseException as error:
-            self._error = error.with_traceback(None)  # whose frames hold the memory
+            # The frames of a traceback would keep the memory alive.
+            self._error = error.with_traceback(None)
 
 
 class HostRing:
-    """Host buffers, handed out again and again: slots of slot_bytes each, and for a larger batch (a
-    sample over the token budget) one of its own.
+    """Host buffers that are used again and again.
 
-    All together take at most slots * slot_bytes, or a larger batch's bytes, which then is alone. One
-    thread acquires; any releases.
+    Most are slots of slot_bytes each. A larger batch (one sample over the token budget) gets a buffer
+    of its own. The total is at most slots * slot_bytes, or the bytes of one larger batch, which is
+    then the only buffer in flight. One thread acquires buffers; any thread may release them.
 
     Args:
-        pinned: page-locked, for CUDA.
-        shared: writer processes can map the slots.
+        slot_bytes: size of a slot in bytes.
+        slots: how many slots fit the bound.
+        pinned: whether the buffers are pinned for CUDA.
+        shared: whether worker processes can map the slots.
     """
 
     def __init__(self, slot_bytes: int, slots: int, pinned: bool, shared: bool = False) -> None:
         assert slots >= 1 and slot_bytes >= 1
         self.slot_bytes, self.is_shared, self._pinned = slot_bytes, shared, pinned
         self._most_bytes = slots * slot_bytes
-        self._bytes = 0  # of buffers in flight and free ones
+        self._bytes = 0  # total size of all buffers, in flight or free
         self._free: list[HostBuffer] = []
         self._in_flight = 0
         self._changed = threading.Condition()
@@ -148,10 +165,11 @@ class HostRing:
         self._shared_numbers: set[int] = set()
 
     def acquire(self, nbytes: int, check: Callable[[], None]) -> HostBuffer:
-        """One of at least nbytes; waits for room. It may still be being page-locked.
+        """A buffer of at least nbytes bytes; waits until there is room for it.
 
-        check() is called while waiting and may raise, so that a dead writer is noticed. Raises RunError
-        where the system has no memory."""
+        The buffer may not be pinned yet (see HostBuffer.wait_until_locked). check() is called again
+        and again during the wait and may raise, so that the failure of a writer ends the wait. Raises
+        RunError when the system has no memory."""
         size = max(nbytes, self.slot_bytes)
         buffer: HostBuffer | None = None
         given_up: list[HostBuffer] = []
@@ -168,30 +186,32 @@ class HostRing:
                     continue
                 self._in_flight += 1
                 break
-        for each in given_up:  # the ring is not held up meanwhile
+        for each in given_up:  # outside the lock, because it takes a while
             each.close()
         buffer = buffer or self._make(size)
         self.make_one_ready()
         return buffer
 
     def make_ready(self, count: int) -> None:
-        """So many slots, if there is room, each page-locked in a thread of its own: for the time in
-        which nothing waits for them yet."""
+        """Add up to `count` free slots while there is room; each is pinned in a thread of its own.
+
+        This is for the time before the first batch, when no batch waits for a slot yet."""
         while count > 0 and self._add_slot():
             count -= 1
 
     def make_one_ready(self) -> None:
-        """A slot beyond those in use, if there is room, so that the next batch finds it page-locked."""
+        """Add a free slot when there is none and there is room, so that it is pinned when the next
+        batch needs it."""
         if not self._free:
             self._add_slot()
 
     def wait_until_ready(self) -> None:
-        """Until the slots that are free are page-locked. Raises RunError when one cannot be."""
+        """Wait until all free slots are pinned. Raises RunError when CUDA cannot pin one."""
         for buffer in list(self._free):
             buffer.wait_until_locked()
 
     def release(self, buffer: HostBuffer) -> None:
-        """Nobody reads or writes it any more."""
+        """Take a buffer back. The caller makes sure that nobody reads or writes it."""
         larger = buffer.nbytes > self.slot_bytes
         if larger:  # its memory first, then the room for the next
             buffer.close()
@@ -204,7 +224,7 @@ class HostRing:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give back what is not in use."""
+        """Give back the memory of all free slots."""
         with self._changed:
             free, self._free = self._free, []
             self._forget(free)
@@ -213,27 +233,29 @@ class HostRing:
 
     @property
     def oldest_slot(self) -> int:
-        """The least number of a slot that there is."""
+        """The smallest number among the shared slots that exist; 0 when there is none."""
         return min(list(self._shared_numbers), default=0)
 
     @property
     def shared_bytes(self) -> int:
-        """Of the slots there are now that other processes can map."""
+        """Total size in bytes of the slots that worker processes can map."""
         return len(self._shared_numbers) * self.slot_bytes
 
     @property
     def private_bytes(self) -> int:
-        """Of buffers that they cannot map and that take memory before a batch is in them: page-locked
-        ones, once they are."""
+        """Total size in bytes of the pinned buffers that worker processes cannot map.
+
+        Only pinned buffers count: they take memory before a batch is in them."""
         return self._bytes - self.shared_bytes if self._pinned else 0
 
     def _fits(self, size: int) -> bool:
-        """In the place of slots that are free, or alone."""
+        """Whether a buffer of this size fits, when free slots may be closed for it, or when it is
+        the only one in flight."""
         in_flight = self._bytes - len(self._free) * self.slot_bytes
         return not self._in_flight or in_flight + size <= self._most_bytes
 
     def _give_up(self, size: int) -> list[HostBuffer]:
-        """Free slots in whose place so much fits."""
+        """Take out as many free slots as must be closed to make room for `size` bytes."""
         given_up: list[HostBuffer] = []
         while (
             self._free and self._bytes - len(given_up) * self.slot_bytes + size > self._most_bytes
@@ -247,14 +269,14 @@ class HostRing:
         self._shared_numbers.difference_update(each.slot.number for each in slots if each.slot)
 
     def _add_slot(self) -> bool:
-        """A free one, if there is room; whether there was."""
+        """Add a free slot when there is room. Returns whether there was room."""
         with self._changed:
             if self._bytes + self.slot_bytes > self._most_bytes:
                 return False
             self._bytes += self.slot_bytes
         buffer = self._make(self.slot_bytes)
         with self._changed:
-            self._free.insert(0, buffer)  # those that were made first go first
+            self._free.insert(0, buffer)  # acquire() takes from the end: the oldest is ready first
         return True
 
     def _make(self, nbytes: int) -> HostBuffer:

@@ -1,6 +1,7 @@
-"""What runs in a writer process (process.py): files out of memory that the parent filled.
+"""The program of a worker process (process.py): it writes files from memory that the parent filled.
 
-Little is imported here, PyTorch above all not, because it starts with every one of them.
+This module imports little, and never PyTorch, because every worker process pays for the imports when
+it starts.
 """
 
 import ctypes
@@ -22,8 +23,8 @@ IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 LOOK_SECONDS = 1.0
 
-# Path, as the system has it; what comes before the states; (offset, length) of each piece of them in the
-# slot; what comes after them.
+# Four parts: the path in the encoding of the filesystem, the bytes before the states, the (offset,
+# length) in bytes of each piece of the states in the slot, and the bytes after the states.
 File = tuple[bytes, bytes, list[tuple[int, int]], bytes]
 
 
@@ -31,8 +32,11 @@ class Request(msgspec.Struct, array_like=True):
     """Files to write.
 
     Attributes:
-        slot, nbytes: the memory that their pieces lie in; when `follows`, its descriptor comes next.
-        oldest: of the slots that are still there; mappings of those before it are let go.
+        slot, nbytes: number and size of the slot that holds the states.
+        follows: whether the slot's descriptor comes next on the socket.
+        oldest: the smallest number of a slot that exists; the process unmaps slots with smaller ones.
+        durability: see write_files.
+        files: the files, in the order in which they are written.
     """
 
     slot: int
@@ -44,12 +48,12 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What came of them.
+    """The result of a request.
 
     Attributes:
-        done: temporary name, size and hash of each that was written.
-        seconds: that it took.
-        error: number, text and path of an OSError that ended it.
+        done: temporary name, size in bytes and xxh3 hash of each file that was written.
+        seconds: how long it took.
+        error: number, text and path of the OSError that ended the request early, if any.
     """
 
     done: list[tuple[bytes, int, str]]
@@ -60,12 +64,14 @@ class Answer(msgspec.Struct, array_like=True):
 def main(descriptor: int, parent: int) -> None:
     """Serve requests over an inherited socket until it closes or the parent is gone.
 
-    Signals are the parent's business: a drain wants its writers to the end, whoever asked for it."""
+    The process ignores the signals that ask for an end: the parent handles them, and needs its worker
+    processes until it has drained."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    # The thread that started this ends it before itself, so that this is of the parent's death only.
+    # The kernel sends the signal when the thread that started this process ends. That thread ends its
+    # worker processes before it returns, so the signal comes only when the parent has died.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    channel = socket.socket(fileno=os.dup(descriptor))  # for descriptors
+    channel = socket.socket(fileno=os.dup(descriptor))  # receives the descriptors of slots
     connection = Connection(descriptor)
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
@@ -78,14 +84,17 @@ def main(descriptor: int, parent: int) -> None:
         connection.send_bytes(READY)
         while parent_lives():
             if not connection.poll(LOOK_SECONDS):
-                continue  # another child of the parent's may hold the other end open
+                # Another child of the parent may hold the other end open, so that no end of file comes
+                # when the parent dies. The loop therefore asks again whether the parent lives.
+                continue
             request = decode(connection.recv_bytes())
+            # A mapping of a slot that the parent has closed would be kept for nothing.
             for number in [number for number in slots if number < request.oldest]:
                 del slots[number]
             try:
                 if request.follows:
                     slots[request.slot] = _map(channel, request.nbytes)
-            except OSError as error:  # what follows in the stream could be anything
+            except OSError as error:  # the position in the stream is unknown, so the process ends
                 answer = Answer([], error=_described(error, request.files[0][0]))
                 connection.send_bytes(encode(answer))
                 break
@@ -93,7 +102,7 @@ def main(descriptor: int, parent: int) -> None:
             connection.send_bytes(encode(answer))
     except (EOFError, ConnectionError):
         pass
-    os._exit(0)  # the parent waits for it, and nothing here needs an orderly end
+    os._exit(0)  # the parent waits for this process, and nothing here needs an orderly end
 
 
 def _write(request: Request, slot: memoryview, go_on: Callable[[], bool]) -> Answer:
@@ -115,9 +124,10 @@ def _described(error: OSError, path: bytes) -> tuple[int, str, bytes]:
 
 
 def _map(channel: socket.socket, nbytes: int) -> memoryview:
-    """Memory by the descriptor that comes next. Raises OSError when there is none, or no memory."""
+    """Map the memory of the descriptor that comes next. Raises OSError when no descriptor comes, or
+    when it cannot be mapped."""
     _, descriptors, *_ = socket.recv_fds(channel, len(DESCRIPTOR), 1)
-    if not descriptors:  # the system has dropped it
+    if not descriptors:  # the system drops it when this process may not open more files
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     try:
         return memoryview(mmap.mmap(descriptors[0], nbytes, mmap.MAP_SHARED, mmap.PROT_READ))

@@ -1,4 +1,4 @@
-"""What a writer hands to those who write its files, and what it hears from them."""
+"""Orders and outcomes: what a writer sends to its threads and worker processes, and what comes back."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +11,13 @@ from extractor.write.staging import StagedBatch
 
 
 class Outcome(NamedTuple):
-    """What came of an order: as far as it got, the error of the next file, and how long it took."""
+    """The result of an order.
+
+    Attributes:
+        done: the files that are written, in the order of Order.files.
+        error: the error of the file after these, if any.
+        seconds: how long the order took.
+    """
 
     done: list[Pending]
     error: Exception | None = None
@@ -19,13 +25,13 @@ class Outcome(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Some samples of one batch, to be written together, by a thread or by a worker process.
+    """Some samples of one batch that a thread or a worker process writes together.
 
     Attributes:
-        staged: the batch, whose buffer holds their states.
-        group: of the batch's orders.
-        stands_for: how many samples: those to be written, and those that were rejected.
-        files: of those to be written: number in the batch, sample, path of its file.
+        staged: the batch, whose buffer holds the states of the samples.
+        group: shared by all orders of the batch.
+        stands_for: how many samples the order covers: those to write and those that were rejected.
+        files: for each sample to write: its number in the batch, the sample, the path of its file.
     """
 
     staged: StagedBatch
@@ -35,7 +41,10 @@ class Order(NamedTuple):
 
 
 class Group:
-    """A batch's files between being written and counting as done."""
+    """The samples of one batch that are not settled yet, and the files that are written but not
+    committed.
+
+    It is thread-safe. size: samples of the batch."""
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -43,7 +52,9 @@ class Group:
         self._lock = threading.Lock()
 
     def add(self, count: int, pending: Sequence[tuple[Sample, Pending]]) -> bool:
-        """That many samples are dealt with, but for those pending. True for the last."""
+        """Count `count` samples as settled and keep their files that wait for commit().
+
+        Returns True when these were the last samples of the batch."""
         with self._lock:
             self._pending += pending
             self._left -= count
@@ -52,7 +63,9 @@ class Group:
     def commit(
         self, journal: Journal, count: Callable[[Sequence[tuple[Sample, Written]]], None]
     ) -> None:
-        """Files to disk, then their names, then their lines: a line never outlives its file."""
+        """Sync the files, rename them, sync their folders, then write the journal lines.
+
+        The order matters: after a power cut no journal line names a file that is lost."""
         for _, pending in self._pending:
             pending.sync()
         done = [(sample, pending.commit()) for sample, pending in self._pending]
@@ -63,5 +76,6 @@ class Group:
         count(done)
 
     def discard(self) -> None:
+        """Remove the temporary files that are not committed."""
         for _, pending in self._pending:
             pending.discard()

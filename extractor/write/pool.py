@@ -1,7 +1,7 @@
 """Worker processes that write files, and the one thread that keeps all of them busy.
 
-One, because a thread that waits for an answer gives the interpreter away and then waits to get it back:
-with a thread for each process that took longer than all the work for a file.
+There is one thread for all, because a thread that waits for an answer releases the interpreter lock and
+then has to wait for it again. With a thread per process this wait costs more than the work for a file.
 """
 
 import logging
@@ -22,27 +22,28 @@ from extractor.write.process import END_SECONDS, Command, Parcel, WriterProcess,
 logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
 
-# Parcels that a process holds at a time: it has its next one before this thread has heard of the last.
-# But one that its socket may not hold would keep this thread, and so all others, until it is read.
+# A process holds up to DEPTH parcels, so that it has the next one while its last answer is on the way.
+# A parcel of more than SMALL bytes is sent only to an idle process: a socket may not hold it, and then
+# this thread, which serves all processes, would block until the process reads it.
 DEPTH, SMALL = 2, 64 << 10
 
 
 class Processes:
-    """Some processes at first, and one more whenever orders wait for one.
+    """A pool of worker processes that grows while orders wait.
 
     Args:
         layout: what is in a file.
-        ring: whose slots hold the states of every batch that is put here.
+        ring: its slots hold the states of every batch that is put here.
         durability: what is forced to disk before a file counts as written.
-        first, most: how many processes.
-        go_on: asked before each order; once it is False the rest are settled with nothing done.
-        settle: told what came of each order. It must not wait for the disk, or no process would hear of
-            its next order meanwhile.
-        decline: given an order where there is no process at all; somebody else writes it then.
-        fail: told of a process that ended, and of an error in the thread itself.
+        first, most: how many processes there are in the beginning, and at most.
+        go_on: called before each order; once it is False the other orders are settled with nothing done.
+        settle: called with the outcome of each order. It must not wait for the disk, because no process
+            gets its next order during the call.
+        decline: called with an order when there is no process at all; it must have the order written.
+        fail: called with the error when a process has ended, and with an error of the thread itself.
         command: see process.py.
 
-    Raises OSError or RuntimeError where the system gives no descriptor or no thread.
+    Raises OSError or RuntimeError when the system gives no descriptor or no thread.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class Processes:
         self._processes: list[WriterProcess] = []
         self._closing = False
         self._looked = time.monotonic()
-        self._changed = threading.Condition()  # how many there are, or are ready
-        self._settled = threading.Event()  # all that was put, and nothing will be put any more
+        self._changed = threading.Condition()  # the number of processes, or of ready ones, changes
+        self._settled = threading.Event()  # set once all orders are settled after drain()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="worker-processes", daemon=True)
         try:
@@ -86,16 +87,16 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes there are now."""
+        """Process ids of the worker processes that exist."""
         return [process.pid for process in list(self._processes)]
 
     def put(self, orders: Iterable[Order]) -> None:
-        """Batches in slots of the ring only."""
+        """Queue orders. Their batches must lie in slots of the ring."""
         self._parcels.extend([self._parcel(order) for order in orders])
         self._look_up()
 
     def grow(self) -> None:
-        """One process more, if orders wait for one and there may be more."""
+        """Add a process when orders wait and there are fewer than `most`."""
         if not self._parcels:
             return
         with self._changed:
@@ -103,7 +104,7 @@ class Processes:
         self._look_up()
 
     def wait_until_ready(self) -> None:
-        """Until all processes that there will be can write."""
+        """Wait until all processes that are wanted are started and ready to write."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -118,7 +119,7 @@ class Processes:
         self._settled.wait()
 
     def close(self) -> None:
-        """The same, and wait until the processes have ended. Nothing may be called after it."""
+        """drain(), then wait until the processes have ended. Nothing may be called after it."""
         self.drain()
         self._thread.join()
         os.close(self._wake)
@@ -136,7 +137,8 @@ class Processes:
         os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
-        # Processes are started here, for they are killed when the thread that started them ends.
+        # This thread starts the processes, because the kernel kills a worker process when the thread
+        # that started it ends (PR_SET_PDEATHSIG in child.py).
         try:
             while True:
                 self._start_those_wanted()
@@ -146,7 +148,7 @@ class Processes:
                     break
                 self._hear()
                 self._look_after_them()
-        except BaseException as error:  # or nobody would hear that there is no pool any more
+        except BaseException as error:  # reported, so that the writer knows that the pool is gone
             self._fail(error)
         finally:
             self._end()
@@ -159,10 +161,10 @@ class Processes:
             for process in self._processes:
                 process.join(max(end - time.monotonic(), 0.0))
             left = [*self._parcels, *(parcel for p in self._processes for parcel in p.parcels)]
-            for parcel in left:  # after an error
+            for parcel in left:  # there are some only after an error
                 self._settle(parcel.order, Outcome([]))
             self._parcels.clear()
-        finally:  # or who drains would wait for ever
+        finally:  # even after an error, so that drain() returns
             self._settled.set()
             with self._changed:
                 self._processes.clear()
@@ -202,19 +204,19 @@ class Processes:
         try:
             process.send(parcel)
         except OSError as error:
-            if not isinstance(error, ConnectionError):  # no descriptor can be sent
+            if not isinstance(error, ConnectionError):  # the slot's descriptor cannot be sent
                 error.filename = error.filename or os.fsdecode(parcel.files[0][0])
                 self._fail(error)
             self._settle(parcel.order, Outcome([], self._lose(process)))
 
     def _free_for(self, parcel: Parcel) -> WriterProcess | None:
-        """The process with the least to do that can take it, if any can."""
+        """The ready process with the fewest parcels that can take this one; None when none can."""
         depth = DEPTH if parcel.inline <= SMALL else 1
         free = [p for p in self._processes if p.ready and len(p.parcels) < depth]
         return min(free, key=lambda process: len(process.parcels), default=None)
 
     def _hear(self) -> None:
-        """Wait for something to happen: an answer, an order, or a while in which nothing does."""
+        """Wait for answers or for new orders, at most LOOK_SECONDS, and handle them."""
         for key, _ in self._selector.select(LOOK_SECONDS):
             if key.data is None:
                 os.eventfd_read(self._wake)
@@ -234,8 +236,10 @@ class Processes:
             self._changed.notify_all()
 
     def _look_after_them(self) -> None:
-        """Whose end was not heard, for another child of this process may hold the other side open, and
-        who does not come up."""
+        """Remove the processes that have ended, and those that do not become ready in START_SECONDS.
+
+        The connection does not always tell that a process has ended, because another child of this
+        process may hold its other end open."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -246,7 +250,10 @@ class Processes:
                 self._lose(process)
 
     def _lose(self, process: WriterProcess) -> Exception | None:
-        """One that has ended, or is of no use: what is to be said of it, unless it never began."""
+        """Remove a process that has ended or cannot be used, and settle its orders.
+
+        Returns the error that says how it ended; None when it was never ready, which is no failure of
+        the run because the others go on without it."""
         error = process.how_it_ended() if process.ready else None
         self._selector.unregister(process)
         with self._changed:
@@ -263,7 +270,7 @@ class Processes:
         return error
 
     def _make_do(self) -> str:
-        """With the processes there are; what is to be said of it."""
+        """Start no more processes. Returns a phrase for the log that says who writes from here on."""
         with self._changed:
             self._wanted = self._most = len(self._processes)
             self._changed.notify_all()

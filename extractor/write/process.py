@@ -1,11 +1,12 @@
-"""A process that writes files for this one, out of memory that both map.
+"""The parent's side of a worker process, which writes files from memory that both processes map.
 
-A file costs a thread about a dozen system calls and hashes, and after each it waits for the interpreter
-that the other threads hold, above all the one that launches kernels. A process has an interpreter of its
-own; what crosses over is a path, what comes before and after the states, and where they lie.
+A thread makes about a dozen system calls and hashes per file, and after each it waits for the
+interpreter lock that other threads hold, above all the one that launches kernels. A process has an
+interpreter of its own. Only the path, the bytes before and after the states, and the place of the
+states are sent to it.
 
-It ends when its connection does, and is killed when its parent is: by then another run may be writing
-the same folder. Signals that ask the parent to drain it ignores.
+The process ends when its connection closes. The kernel kills it when its parent dies, because another
+run may then write to the same folder. It ignores the signals that ask the parent to drain.
 """
 
 import os
@@ -33,21 +34,24 @@ Command = Callable[[int, int], list[str]]
 
 
 def command(descriptor: int, parent: int) -> list[str]:
-    """A worker process's command line, from the descriptor of its connection and its parent's number.
+    """The command line of a worker process.
 
-    -P: a folder that happens to be the current one is not a place for modules."""
+    -P keeps Python from importing modules from the current folder.
+
+    descriptor: of its connection. parent: process id of this process."""
     program = "import sys; from extractor.write.child import main; main(*map(int, sys.argv[1:]))"
     return [sys.executable, "-P", "-c", program, str(descriptor), str(parent)]
 
 
 class Parcel(NamedTuple):
-    """An order as a process gets it.
+    """An order in the form in which a worker process gets it.
 
     Attributes:
-        slot: where the states lie.
-        oldest: the least number of a slot that there is.
-        files: what a file's bytes are, and where.
-        order: what it was made of.
+        slot: the buffer that holds the states.
+        oldest: the smallest number of a slot that exists (see child.Request).
+        files: see child.File.
+        durability: see write_files.
+        order: the order that this parcel is made from.
     """
 
     slot: SharedSlot
@@ -58,14 +62,14 @@ class Parcel(NamedTuple):
 
     @property
     def inline(self) -> int:
-        """Bytes that it sends along, about."""
+        """About how many bytes the request takes on the socket."""
         return sum(len(before) + len(after) for _, before, _, after in self.files)
 
 
 class WriterProcess:
-    """A process and what it was told to write, first come first served.
+    """A worker process and the parcels that were sent to it; it answers them in their order.
 
-    Raises OSError when the system starts no more."""
+    Raises OSError when the system cannot start the process."""
 
     def __init__(self, command: Command = command) -> None:
         ours, theirs = socket.socketpair()
@@ -74,10 +78,10 @@ class WriterProcess:
                 command(theirs.fileno(), os.getpid()),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the group are not for it
+                start_new_session=True,  # a signal to the parent's process group does not reach it
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, sys.path)))},
             )
-            self._socket = ours.dup()  # for descriptors
+            self._socket = ours.dup()  # sends the descriptors of slots
             self._connection = Connection(ours.detach())
         self.parcels: deque[Parcel] = deque()
         self.ready, self.began = False, time.monotonic()
@@ -90,24 +94,29 @@ class WriterProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when it has answered, or ended."""
+        """The descriptor to select on: it is readable when the process has answered or has ended."""
         return self._connection.fileno()
 
     def send(self, parcel: Parcel) -> None:
-        """Raises ConnectionError when the process has ended, OSError when no descriptor can be sent; it
-        is of no use then."""
+        """Send a parcel, and the slot's descriptor when the process does not have it yet.
+
+        Raises ConnectionError when the process has ended and OSError when the descriptor cannot be
+        sent; after either the process cannot be used."""
         slot, oldest, files = parcel.slot, parcel.oldest, parcel.files
         fresh = slot.number not in self._known
         request = Request(slot.number, slot.nbytes, fresh, oldest, parcel.durability, files)
         self._connection.send_bytes(self._encode(request))
+        # The process maps a slot once and keeps it, so the descriptor is sent only the first time.
         if fresh:
             socket.send_fds(self._socket, [DESCRIPTOR], [slot.descriptor])
             self._known = {number for number in self._known if number >= oldest} | {slot.number}
         self.parcels.append(parcel)
 
     def receive(self) -> Outcome | None:
-        """The next answer, of the oldest parcel, whose order the caller settles with it; None when
-        the process says that it is ready. Raises EOFError or OSError when it has ended."""
+        """Read the next message. It is the outcome of the oldest parcel, which the caller removes and
+        settles, or None for the first message, which says that the process is ready.
+
+        Raises EOFError or OSError when the process has ended."""
         message = self._connection.recv_bytes()
         if not self.ready:
             if message != READY:
@@ -128,10 +137,14 @@ class WriterProcess:
         return Outcome(done, error, answer.seconds)
 
     def has_ended(self) -> bool:
-        """Its connection may not tell: another child of this process may hold its end open."""
+        """Whether the process has ended and all its answers are read.
+
+        The connection alone may not tell, because another child of this process may hold its other end
+        open."""
         return self._process.poll() is not None and not self._connection.poll(0)
 
     def how_it_ended(self) -> RunError:
+        """The error that names the exit code or the signal of a process that has ended."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -145,12 +158,12 @@ class WriterProcess:
         )
 
     def hang_up(self) -> None:
-        """Have it end; nothing may be asked of it at the time."""
+        """Close the connection, which ends the process."""
         self._connection.close()
         self._socket.close()
 
     def join(self, seconds: float = END_SECONDS) -> None:
-        """Wait until it has ended, and end it after that time."""
+        """Wait until the process has ended; kill it when that takes longer than `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Threads that write files: the pool for every layout and every machine."""
+"""Threads that write files. They work for every layout and on every machine."""
 
 import queue
 import threading
@@ -12,16 +12,16 @@ from extractor.write.order import Order, Outcome
 
 
 class Threads:
-    """Few threads at first, and one more whenever orders wait for one.
+    """A pool of threads that grows while tasks wait.
 
     Args:
         layout: what is in a file.
         durability: what is forced to disk before a file counts as written.
-        first, most: how many threads.
-        go_on: asked before each file; once it is False no more are written.
-        settle: told what came of each order.
-        fail: told of an error in a task itself.
-        start: starts a thread. RuntimeError where the system gives no more.
+        first, most: how many threads there are in the beginning, and at most.
+        go_on: called before each file; once it is False no more files are written.
+        settle: called with the outcome of each order.
+        fail: called with an error of a task itself.
+        start: starts a thread; raises RuntimeError when the system gives no more.
         write: see write_files.
     """
 
@@ -53,28 +53,29 @@ class Threads:
         return len(self._threads)
 
     def put(self, orders: Iterable[Order]) -> None:
+        """Queue orders."""
         for order in orders:
             self.do(partial(self._write, order))
 
     def do(self, task: Callable[[], None]) -> None:
-        """Have a thread call it."""
+        """Queue a function that one of the threads calls."""
         self._tasks.put(task)
 
     def grow(self) -> bool:
-        """One thread more, if tasks wait for one and there may be more; whether there is."""
+        """Add a thread when tasks wait and there are fewer than `most`. Returns whether it did."""
         with self._lock:
             if self._tasks.empty() or len(self._threads) >= self._most:
                 return False
             try:
                 self._add()
-            except RuntimeError:  # the system gives no more; those that are there go on
+            except RuntimeError:  # the system gives no more threads; the pool keeps those it has
                 self._most = len(self._threads)
                 return False
         return True
 
     def drain(self) -> None:
         """Wait until all tasks are done and the threads have ended. Nothing may be put after it."""
-        while self.grow():  # no model to take the interpreter from any more
+        while self.grow():  # no kernels are launched at the end, so more threads disturb nothing
             pass
         for _ in self._threads:
             self._tasks.put(None)
@@ -91,7 +92,7 @@ class Threads:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except BaseException as error:  # or nobody would hear that a batch was never ended
+            except BaseException as error:  # reported, because its batch may never be settled
                 self._fail(error)
 
     def _write(self, order: Order) -> None:

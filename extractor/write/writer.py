@@ -1,9 +1,9 @@
 """From batches in host memory to files, journal lines and rejects.
 
-One thread takes batches in the order they were staged, waits for each to land, and makes orders of it: a
-few samples each. Worker processes (pool.py) write them where there are some and the layout lets them,
-threads (threads.py) elsewhere. The first error of any of them is kept, raised at the next submit and at
-the end, and stops the rest.
+One thread takes batches in the order in which they were staged, waits until each has landed in host
+memory, and splits it into orders of a few samples each. Worker processes (pool.py) write the orders when
+there are some and the layout allows it; otherwise threads (threads.py) do. The first error of any of
+them stops the others; it is kept, and raised at the next submit and at the end.
 """
 
 import contextlib
@@ -37,29 +37,31 @@ logger = logging.getLogger(__name__)
 
 NON_FINITE = "non_finite"
 
-# What a thread or a process writes before it asks for more: small samples together, with one request,
-# one lock and one write of the journal, and little enough that none is last for long.
+# The most that one order holds. Small samples share an order, which needs one request, one lock and one
+# write of the journal. Orders are small enough that the last one of a batch does not take long.
 ORDER_BYTES, ORDER_SAMPLES = 8 << 20, 16
 
-# Each thread that is not needed takes the interpreter from the one that launches kernels, so that there
-# are few until they fall behind; processes take memory and time to start.
+# How many threads and processes there are until orders wait. A thread that is not needed takes the
+# interpreter lock from the thread that launches kernels; a process takes memory and time to start.
 FIRST_THREADS, FIRST_PROCESSES = 4, 8
 
 
 def after_a_gpu(device: torch.device) -> bool:
-    """Whether worker processes write what this device computes. On a CPU the model keeps the cores busy,
-    and no thread launches kernels that others could hold up."""
+    """Whether worker processes write what this device computes: True for CUDA.
+
+    On a CPU the model keeps the cores busy, and there is no thread that launches kernels and that
+    writer threads could hold up."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """How a writer comes by its threads and worker processes; tests give other ways.
+    """How a writer starts its threads and worker processes. Tests replace parts of it.
 
     Attributes:
         are_processes: whether worker processes write what this device computes.
         command: see process.py.
-        start: starts a thread. RuntimeError where the system gives no more.
+        start: starts a thread; raises RuntimeError when the system gives no more.
         write: see write_files.
     """
 
@@ -86,7 +88,14 @@ def _unwatched(*_: object) -> contextlib.AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class Progress:
-    """Running totals of a writer; read by the progress line and by run.json."""
+    """Running totals of a writer, for the progress line and for run.json.
+
+    Attributes:
+        samples, tokens, bytes: of what is written; bytes are file sizes.
+        rejected: samples with a value that is not finite.
+        write_seconds: sum over all orders of the time that each took.
+        wait_seconds: time that the arrivals thread waited for batches to land.
+    """
 
     samples: int = 0
     tokens: int = 0
@@ -97,19 +106,22 @@ class Progress:
 
 
 class Busy:
-    """Seconds in which at least one batch that has landed was not yet written. Thread-safe."""
+    """Measures the seconds in which at least one batch has landed and is not yet written.
+
+    It is thread-safe."""
 
     def __init__(self) -> None:
         self._count, self._seconds, self._since = 0, 0.0, 0.0
         self._lock = threading.Lock()
 
     def seconds(self) -> float:
+        """The total so far."""
         with self._lock:
             now = time.perf_counter() if self._count else self._since
             return self._seconds + now - self._since
 
     def change(self, by: int) -> None:
-        """One batch more that has landed, or one fewer."""
+        """Count a batch that has landed (by=1) or one that is written (by=-1)."""
         with self._lock:
             now = time.perf_counter()
             if self._count:
@@ -123,19 +135,19 @@ class Writer:
 
     Args:
         output: the folder.
-        journal: this writer's own.
-        ring: where the batches' buffers go back to.
+        journal: the journal of this writer; no other writer uses it.
+        ring: gets the buffer of each batch back.
         layout: where a sample's file lies and what is in it.
-        threads: how many files are written at a time, at most; there are few until the disk is behind.
-        at_once: start all of them now.
-        processes: write by processes, as many, where the system gives some and the layout is a Framed
-            one; the ring is a shared one.
+        threads: how many files are written at a time, at most; it starts with few threads or processes.
+        at_once: start all threads or processes at once.
+        processes: use worker processes when the system gives some and the layout is a Framed one. The
+            ring must then be a shared one.
         durability: what is forced to disk before a sample counts as done. "none": nothing; a killed
             program loses nothing, a power cut may. "file": each file, its folder's entry and its
             journal line, one after the other. "group": a batch's files, then their folders, then
             its journal lines.
-        landing: how a copy is watched.
-        workers: how it comes by threads and processes.
+        landing: watches the wait for a copy (see Landing).
+        workers: how threads and processes are started.
     """
 
     def __init__(
@@ -176,7 +188,7 @@ class Writer:
         self._arrivals.start()
 
     def check(self) -> None:
-        """Raises RunError, with path and errno where there are some, once something has failed."""
+        """Raises RunError once something has failed; it names path and errno for a disk error."""
         error = self._error
         if error is None:
             return
@@ -187,18 +199,19 @@ class Writer:
         raise RunError(f"the writer failed: {error!r}") from error
 
     def wait_until_ready(self) -> None:
-        """Until the processes started so far can write: for a benchmark's clock."""
+        """Wait until the worker processes are ready to write. A benchmark then starts its clock."""
         if self._processes is not None:
             self._processes.wait_until_ready()
 
     def submit(self, staged: StagedBatch) -> None:
-        """Take over a batch and its buffer. Raises what check() raises."""
+        """Take over a batch and its buffer. Raises what check() raises, and then takes nothing."""
         self.check()
         self._batches.put(staged)
 
     def drain(self) -> None:
-        """Wait until all is written, then raise what check() raises. Nothing may be submitted after it,
-        and end_processes() is still to be called."""
+        """Wait until all batches are written, then raise what check() raises.
+
+        Nothing may be submitted after it. The caller still has to call end_processes()."""
         self._batches.put(None)
         while self._arrivals.is_alive():
             self._threads.grow()
@@ -209,7 +222,7 @@ class Writer:
         self.check()
 
     def end_processes(self) -> None:
-        """Wait until they have ended: they map whole buffers, and take a while."""
+        """Wait until the worker processes have ended. They map whole buffers, so this takes a while."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
@@ -223,17 +236,17 @@ class Writer:
 
     @property
     def pids(self) -> list[int]:
-        """Of its processes."""
+        """Process ids of the worker processes."""
         return [] if self._processes is None else self._processes.pids
 
     def busy_seconds(self) -> float:
-        """Seconds so far in which a batch that has landed was not yet written."""
+        """Seconds so far in which at least one batch had landed and was not yet written."""
         return self._busy.seconds()
 
     # Threads and processes --------------------------------------------------------------------
 
     def _start_processes(self, most: int, at_once: bool, workers: Workers) -> Processes | None:
-        """None for a layout that needs threads, and where the system gives no processes."""
+        """The pool; None for a layout that needs threads, or when the system gives no processes."""
         if not isinstance(self._layout, Framed):
             return None
         try:
@@ -244,7 +257,7 @@ class Writer:
                 most if at_once else min(most, FIRST_PROCESSES),
                 most,
                 go_on=self._goes_on,
-                # What waits for the disk is for a thread.
+                # A settle that syncs to disk runs in a thread, so that the pool's thread never waits.
                 settle=self._settle if self._durability == "none" else self._settle_later,
                 decline=self._leave_to_threads,
                 fail=self._fail,
@@ -285,7 +298,7 @@ class Writer:
     def _hand_out(self, staged: StagedBatch) -> None:
         self._threads.grow()
         pool: Threads | Processes = self._threads
-        # What lies in no slot, a sample longer than a batch, is for a thread.
+        # A batch larger than a slot has a private buffer, which only threads can read.
         if self._processes and self._processes.size and staged.buffer.slot is not None:
             pool = self._processes
             pool.grow()
@@ -294,19 +307,22 @@ class Writer:
         pool.put(orders)
 
     def _orders(self, staged: StagedBatch, among: int) -> list[Order]:
-        """A batch in pieces, for so many threads or processes."""
+        """Split a batch into orders for `among` threads or processes."""
         count = len(staged.batch.samples)
         group = Group(count)
+        # An order is small enough for every thread or process to get one, and within ORDER_BYTES (by the
+        # mean size of a sample) and ORDER_SAMPLES.
         bytes_each = self._layout.row_bytes * staged.batch.num_tokens // count
         most = min(ORDER_BYTES // max(bytes_each, 1), ORDER_SAMPLES)
-        if self._durability == "file":  # no sample waits for another's disk
+        if self._durability == "file":  # so that no sample waits for the sync of another
             most = 1
         size = max(min(-(-count // max(among, 1)), most), 1)
         pieces = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
         return [Order(staged, group, len(p), list(self._files(staged, p))) for p in pieces]
 
     def _files(self, staged: StagedBatch, numbers: range) -> Iterator[tuple[int, Sample, str]]:
-        """Of the samples that are to have a file; the others are rejected."""
+        """The files of those samples of an order that are finite (see Order.files). The other samples
+        are rejected here."""
         for number in numbers:
             if self._error is not None:
                 break
@@ -320,6 +336,8 @@ class Writer:
     def _reject(self, staged: StagedBatch, sequence: int, plane: Plane, token: int) -> None:
         sample = staged.batch.samples[sequence]
         value = staged.tensor(plane, sequence)[token]
+        # The column of the first value that is not finite tells which of the plane's states it is in.
+        # A plane without columns, or of one-byte values, gets column 0.
         column = 0
         if plane.width and plane.dtype.itemsize > 1:
             column = int((~torch.isfinite(value)).nonzero()[0, 0])
@@ -341,7 +359,8 @@ class Writer:
     # From what was written to journal lines ---------------------------------------------------
 
     def _settle(self, order: Order, outcome: Outcome) -> None:
-        """Lines of what is written, but in mode "group"; whoever is the last of a batch ends it."""
+        """Write the journal lines of an order, except in mode "group". After the last order of a batch,
+        give its buffer back and finish its group."""
         samples = (sample for _, sample, _ in order.files)
         written = list(zip(samples, outcome.done, strict=False))
         try:
@@ -354,13 +373,15 @@ class Writer:
                 raise outcome.error
         except BaseException as error:
             self._fail(error)
+        # When this was the last order of the batch, nobody reads its buffer any more.
         if order.group.add(order.stands_for, written):
             self._ring.release(order.staged.let_go())
             self._busy.change(-1)
             self._finish(order.group)
 
     def _finish(self, group: Group) -> None:
-        """What a batch written in group mode still needs, or on an error all that is left of it."""
+        """Commit the files of a batch written in mode "group". After an error, remove its temporary
+        files instead."""
         try:
             if self._error is None:
                 group.commit(self._journal, self._count)

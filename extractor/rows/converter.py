@@ -177,6 +177,7 @@ class Converter:
                 refuse(raw, row_id, 0, bad)
             except RecursionError:
                 refuse(raw, row_id, 0, BadRow("too_deep", "objects are nested too deeply"))
+        # All texts of the chunk are encoded in one batch.
         for draft, encoded in self._encode(drafts):
             try:
                 if isinstance(encoded, BadRow):

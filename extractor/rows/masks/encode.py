@@ -147,6 +147,7 @@ def token_mask(text: str, marked: np.ndarray, encoded: Encoded) -> np.ndarray:
     """
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     seen = marked & ~np.isin(codes, _SPACES)
+    # Prefix sums give the number of marked characters in any token by one subtraction.
     all_marked = np.concatenate([[0], np.cumsum(marked)])
     all_seen = np.concatenate([[0], np.cumsum(seen)])
     starts, ends = encoded.starts, encoded.ends

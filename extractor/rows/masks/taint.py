@@ -2,11 +2,10 @@
 keeps the origins while a chat template runs.
 
 The *origin* of a character is its address in the concatenation of all strings that are wrapped for
-one render. NOWHERE is the origin of the template's own text. The operations that Jinja and its
-templates apply to strings (slicing, splitting, stripping, joining, replacing, changing case, tojson)
-keep origins. An operation that this module does not know returns a plain string, whose characters
-then count as the template's own. So an origin may be lost, but is never wrong, and the proof in
-render.py detects the loss.
+one render, or NOWHERE in the template's own text. What Jinja and its templates do to strings (slice,
+split, strip, join, replace, change case, tojson) keeps origins. Any other operation returns a plain
+string, whose characters count as the template's own: an origin may be lost, but is never wrong, and
+the proof in render.py detects the loss.
 """
 
 import inspect
@@ -54,8 +53,7 @@ class Tainted(str):
     def cut(self, start: int, stop: int) -> "Tainted":
         return Tainted(str.__getitem__(self, slice(start, stop)), _cut(self.runs, start, stop))
 
-    def __str__(self) -> str:
-        # Jinja calls str() on all that it prints, and str() returns this very object.
+    def __str__(self) -> str:  # Jinja calls str() on all that it prints; this keeps the origins
         return self
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
@@ -120,11 +118,7 @@ class Tainted(str):
         return self._tiles(super().rsplit(sep, maxsplit), sep)
 
     def _tiles(self, pieces: list[str], sep: str | None) -> list[str]:
-        """Find the pieces of a split in this string, so that they have their origins.
-
-        With a separator, pieces and separators fill the string. Without one, each piece begins at
-        its next occurrence.
-        """
+        """The pieces of a split, cut out of this string so that they keep their origins."""
         found: list[str] = []
         position = 0
         for piece in pieces:
@@ -158,9 +152,7 @@ class Tainted(str):
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         limit = operator.index(count)
-        if not old:
-            # This inserts `new` between all characters. Origins are lost: no template is known to
-            # do it.
+        if not old:  # inserts `new` between all characters, which may lose origins
             return super().replace(old, new, limit)
         pieces: list[str] = []
         position = 0
@@ -248,11 +240,9 @@ def origins(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """The tag `{% generation %}`: marks the characters of each block with the block's number.
-
-    The number stays with the characters wherever they are printed. transformers counts the characters
-    printed so far, and so misplaces a block inside a macro or a set block.
-    """
+    """The tag `{% generation %}`: marks the characters of each block with the block's number, which
+    they keep wherever they are printed. transformers counts the characters printed so far, and so
+    misplaces a block inside a macro or a set block."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -306,10 +296,8 @@ class TaintEnvironment(ImmutableSandboxedEnvironment):
 def _format(
     environment: TaintEnvironment, pattern: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
-    """str.format with the sandbox's own field lookup.
-
-    A field without a conversion or a format spec keeps the origins of its value.
-    """
+    """str.format with the sandbox's field lookup; a field without conversion or format spec keeps
+    the origins of its value."""
     formatter = SandboxedFormatter(environment)
     pieces: list[str] = []
     automatic = 0
@@ -332,8 +320,7 @@ def taint_template(
     """Compile a template again, in an environment that keeps origins.
 
     Args:
-        compiled: the template as transformers compiled it. The settings, filters, tests and globals
-            of its environment are copied.
+        compiled: transformers' template; its environment's settings, filters and so on are copied.
         source: its Jinja text.
 
     Returns:
@@ -405,6 +392,7 @@ def _safe(value: Any) -> Any:
 def _tainted_tojson(plain: Callable[..., str]) -> Callable[..., str]:
     signature = inspect.signature(plain)
 
+    # Each literal of the text gets the origins of its string: both have the same order.
     def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
         text = plain(value, *args, **kwargs)
         given = signature.bind(value, *args, **kwargs).arguments
@@ -431,10 +419,8 @@ _JSON_ESCAPE = re.compile(
 
 
 def _strings(value: Any, sort_keys: bool) -> Iterator[str | None]:
-    """The strings that json.dumps prints as literals, in its order.
-
-    None stands for a key that is not a string, which json.dumps turns into one.
-    """
+    """The strings that json.dumps prints as literals, in its order; None for a key that is not a
+    string, which json.dumps turns into one."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -447,10 +433,8 @@ def _strings(value: Any, sort_keys: bool) -> Iterator[str | None]:
 
 
 def _escaped(source: Tainted, body: str) -> str:
-    """The body of a JSON literal with the origins of its source.
-
-    Of an escape sequence, only the last character has the origin of the escaped character.
-    """
+    """The body of a JSON literal with the origins of its source; of an escape sequence, the last
+    character has the origin of the escaped character."""
     pieces: list[str] = []
     position = 0
     for unit in _JSON_ESCAPE.findall(body):

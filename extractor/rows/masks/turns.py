@@ -65,8 +65,7 @@ class TurnShape:
             the same text with the generation prompt).
         terminators: the texts that end a turn, mostly one special token.
         doubled: the terminators that the tokenizer's end token follows in the middle of a
-            conversation. There it belongs to the turn. When it follows the last turn only, it
-            ends the text and does not belong to the turn.
+            conversation, so that it belongs to the turn and does not only end the text.
         eos: the tokenizer's own end token, or "".
         ends: whether the template itself prints something that ends an answer. If not, the turn
             ends with the last character of the answer.
@@ -173,10 +172,9 @@ class _Ends:
     """How a template ends an answer.
 
     Attributes:
-        terminators: the texts that end a turn.
+        terminators, unclear: as in TurnShape, without the tokenizer's end token.
         history: what the template prints between an answer and the next question, a NUL, and what
             it prints between a tool call and its result.
-        unclear: as in TurnShape.
     """
 
     terminators: set[str]
@@ -225,13 +223,9 @@ def _closings(
 ) -> tuple[set[str], str]:
     """(the texts that end an answer, unclear text as in TurnShape).
 
-    In most templates a special token stands both after the last answer and after an answer that a
-    question follows. An ordinary text that stands in both places ends the turn as well. A special
-    token after that text then ends the whole conversation.
-
-    Args:
-        final: the template's text after the last answer.
-        between: its text between an answer and the next question, or None.
+    `final` is the template's text after the last answer, `between` its text between an answer and
+    the next question. Mostly a special token is in both. An ordinary text that is in both ends the
+    turn as well, and a special token after it in `final` then ends the whole conversation.
     """
     first = special.search(final)
     head = final[: first.start()] if first else final
@@ -394,11 +388,8 @@ def _begin(lead: str, conversation: Conversation, shape: TurnShape, turn: int, k
 
 
 def _whole(text: str, length: int, shape: TurnShape, at_least: int) -> int:
-    """The length of the longest beginning of text[:length] that cuts no marker in two.
-
-    It ends with a whole line, a whole special token, or a closing bracket. It is at_least when there
-    is no such beginning of that length or more.
-    """
+    """The length of the longest beginning of text[:length] that ends with a whole line, a whole
+    special token or a closing bracket, so that no marker is cut in two; at_least without one."""
     ends = [found.end() for found in shape.special.finditer(text)]
     ends += [found.end() for found in re.finditer(r"\n|>|\]", text)]
     return max((end for end in ends if at_least <= end <= length), default=at_least)
@@ -407,9 +398,8 @@ def _whole(text: str, length: int, shape: TurnShape, at_least: int) -> int:
 def _end(tail: str, shape: TurnShape, turn: int, is_call: bool, following: str) -> int:
     """How many characters of `tail` still belong to the turn.
 
-    Args:
-        tail: the template's text after the last character of the turn.
-        following: the role of the next message, or "" when none is printed.
+    `tail` is the template's text after the last character of the turn, and `following` is the role
+    of the next message, or "" when none is printed.
 
     Raises:
         BadRow: the end of the turn is not certain.

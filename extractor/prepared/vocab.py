@@ -47,6 +47,7 @@ class TokenCounts:
         ends = np.cumsum(store.lengths, dtype=np.int64)
         counts = np.zeros(vocab_size, np.int64)
         first_seen = np.full(vocab_size, len(ends), np.int64)
+        # The mapped arrays are read block by block, so that memory stays flat.
         for begin in range(0, len(ids), BLOCK):
             place = begin + np.flatnonzero(mask[begin : begin + BLOCK])
             tokens = ids[place]

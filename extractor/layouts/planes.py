@@ -64,6 +64,7 @@ def encode(planes: Sequence[Plane], states: Mapping[str, torch.Tensor]) -> dict[
         wide = value.float()
         scale = wide.abs().amax(dim=-1) / FP8_MAX
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        # Rounding of the division may exceed the largest float8 value, so the result is clamped.
         encoded[plane.key] = (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
         for other in planes:
             if other.scale_of == plane.key:

@@ -141,6 +141,7 @@ class Speculators(Framed):
             if not bars:
                 datasets.enable_progress_bars()
         files = sorted((temporary / "data").iterdir(), key=lambda file: file.name == "state.json")
+        # Shards of an earlier dataset go first: their number may differ from that of the new ones.
         for stale in output.glob("data-*-of-*.arrow"):
             stale.unlink()
         for file in files:

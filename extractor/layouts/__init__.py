@@ -1,7 +1,7 @@
-"""File formats: our own, and those that SpecForge, speculators and Model-Optimizer train from.
+"""Layouts: the native file format, and those that SpecForge, speculators and Model-Optimizer read.
 
-A layout says which states a file holds and in what order, what its tensors are called, where it
-lies, and how its bytes are made. Writing, journal and resume are the same for all of them.
+A layout defines which states a file holds and in which order, the names of its tensors, its path,
+and its bytes. Writing, journal and resume are the same for all layouts.
 """
 
 from extractor.layouts.base import Layout, Numbering

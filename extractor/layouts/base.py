@@ -1,4 +1,4 @@
-"""What every layout answers."""
+"""The interface of every layout, and what their implementations share."""
 
 import re
 from abc import ABC, abstractmethod
@@ -33,11 +33,12 @@ AGAIN = "run the same extract command again, which writes it anew (docs/reliabil
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """Samples counted without gaps, for formats that find a file by its place in a table.
+    """Numbers the samples without gaps, for formats that find a file by its row in a table.
 
     Attributes:
-        rows, turns: of all samples of the run, in (row, turn) order: the prepared store's, so that
-            every job of an array and every resumed run counts alike.
+        rows, turns: int64 [N] and int16 [N], for all samples of the run in (row, turn) order. A run
+            takes them from the prepared store, so that every job of an array and every resumed run
+            counts alike.
     """
 
     rows: npt.NDArray[np.int64]
@@ -52,13 +53,13 @@ class Numbering:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A file read back.
+    """The content of a file that is read back.
 
     Attributes:
         input_ids: int64 [T].
         loss_mask: uint8 [T].
-        states: by name, [T, H]; float8 is unscaled to float32. Where the file has them, also
-            topk_logprobs and topk_ids [T, K].
+        states: each state [T, H] by name; float8 is unscaled to float32. A file with top-k logits
+            also has topk_logprobs and topk_ids [T, K] here.
     """
 
     input_ids: torch.Tensor
@@ -71,13 +72,13 @@ class Layout(ABC):
     """A file format, for one run.
 
     Attributes:
-        stored: the states of a file in its order; a name may appear twice, where the format has a
-            slot for the last layer and the user asked for that layer as well.
-        hidden: width of a state.
-        dtype: as stored.
-        model: the model's name, for formats that can say it.
-        numbering: of the run's samples; needed where `path` counts.
-        topk: how many of the likeliest tokens' log-probabilities and ids a file holds; 0 for none.
+        stored: the states of a file in its order. A name may appear twice: the format has a slot
+            for the last layer, and the user asked for that layer as well.
+        hidden: width of a state, in values.
+        dtype: the stored dtype of states.
+        model: the model's name, for formats that have a field for it.
+        numbering: numbers of the run's samples, for formats whose `path` uses them.
+        topk: for how many of the likeliest tokens a file holds log-probabilities and ids; 0 for none.
     """
 
     stored: tuple[str, ...]
@@ -111,13 +112,15 @@ class Layout(ABC):
     @classmethod
     @abstractmethod
     def stored_for(cls, asked: States) -> tuple[str, ...]:
-        """The states of a file when the user asked for these: the format may need others too.
+        """The states of a file when the user asks for these. The format may need others too.
 
-        Raises UsageError when the format cannot hold them."""
+        Raises:
+            UsageError: the format cannot hold them.
+        """
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """What the model must hand out: `stored`, each once."""
+        """The states that the model must give: `stored` without duplicates."""
         return tuple(dict.fromkeys(self.stored))
 
     @cached_property
@@ -126,30 +129,42 @@ class Layout(ABC):
 
     @property
     def row_bytes(self) -> int:
-        """States of one token in a file."""
+        """Bytes per token that all planes of a file take."""
         return sum(plane.row_bytes for plane in self.planes)
 
     def path(self, row: int, turn: int) -> str:
-        """Relative to the output folder."""
+        """The path of a sample's file, relative to the output folder."""
         return sample_path(row, turn, self.suffix)
 
     @abstractmethod
     def parts(self, sample: Sample, tensors: Mapping[str, Blob]) -> Parts:
-        """A file's bytes, from its sample and each plane's rows under the plane's key."""
+        """The bytes of a file.
+
+        Args:
+            tensors: the rows of each plane, under the plane's key.
+        """
 
     @abstractmethod
     def load(self, path: Path, size: int | None = None) -> Loaded:
-        """Read a file back: every state of `captured`, and top-k logits where there are any. size: the
-        one that the journal gives.
+        """Read a file back: every state of `captured`, and top-k logits where the file has them.
 
-        Raises RunError, with the path, when the file is missing, not whole, or holds other tensors
-        than this layout's."""
+        Args:
+            size: the file's size in bytes that the journal gives, or None to skip that check.
+
+        Raises:
+            RunError: the file is missing or damaged, or its tensors are not those of this layout. The
+                message has the path.
+        """
 
     def loaded(
         self, path: Path, ids: torch.Tensor, mask: torch.Tensor, states: Mapping[str, torch.Tensor]
     ) -> Loaded:
-        """What a file holds, checked: ids and mask of the same length, each state [T, hidden]. Raises
-        RunError."""
+        """The content of a file after a check of its shapes and of the values of its mask.
+
+        Raises:
+            RunError: ids and mask differ in length, the mask holds other values than 0 and 1, or a
+                state is not [T, hidden].
+        """
         check_ids(path, ids)
         if mask.dtype not in (torch.uint8, torch.int64) or mask.shape != ids.shape:
             raise Damaged(path, f"has a mask {mask.dtype} {list(mask.shape)} for {len(ids):,} ids")
@@ -163,26 +178,37 @@ class Layout(ABC):
         return Loaded(ids, mask.to(torch.uint8), states)
 
     def is_sample(self, name: str) -> bool:
-        """Whether a path, relative to the output folder, is one that this layout gives a sample."""
+        """Whether this layout can give a sample this path, relative to the output folder."""
         found = _SAMPLE.fullmatch(name.removesuffix(self.suffix))
         if found is None:
             return False
         return sample_path(int(found["row"]), int(found["turn"] or 0), self.suffix) == name
 
     def finish(self, output: Path, samples: Iterable[Sample]) -> None:
-        """What the folder needs beside the files, once all of them are there. samples: all of the
-        run's, in (row, turn) order."""
+        """Write what the output folder needs beside the files, when all of them are there.
+
+        Args:
+            samples: all samples of the run, in (row, turn) order.
+        """
         return
 
     def vocabulary(self, counted: TokenCounts, size: int) -> dict[str, Parts]:
-        """A drafter's vocabulary of `size` tokens as this project's own tools write it: path,
-        relative to the output folder, to content. None where it has no such file."""
+        """The files of a draft vocabulary of `size` tokens, as the trainer's own tools write them.
+
+        Each path, relative to the output folder, has its content. The result is empty for a layout
+        that has no such file.
+        """
         return {}
 
 
 def aux_and_final(asked: States) -> tuple[str, ...]:
-    """Those asked for, then `final`, whether asked for or not: formats whose trainer computes the
-    target's logits from the state after the final norm."""
+    """The layers asked for, then `final`, even when it is not asked for.
+
+    It serves formats whose trainer computes the target's logits from the state after the final norm.
+
+    Raises:
+        UsageError: no layer besides `final` is asked for.
+    """
     aux = tuple(name for name in asked.names if name != FINAL)
     if not aux:
         raise UsageError("this layout needs at least one layer besides final: give --layers")
@@ -192,8 +218,13 @@ def aux_and_final(asked: States) -> tuple[str, ...]:
 def split(
     value: torch.Tensor, names: Sequence[str], hidden: int, path: Path
 ) -> dict[str, torch.Tensor]:
-    """States side by side in the last dimension, [T, names * hidden], apart again; of a name that comes
-    twice, one. Raises RunError for a value of another width."""
+    """Split a tensor [T, len(names) * hidden] into its states [T, hidden], by name.
+
+    A name that appears twice has one entry, the last.
+
+    Raises:
+        RunError: the tensor has another width.
+    """
     if value.dim() != 2 or value.shape[1] != hidden * len(names):
         wanted = f"[T, {hidden * len(names)}]"
         raise Damaged(path, f"states {', '.join(names)} are {list(value.shape)}, wanted {wanted}")
@@ -201,7 +232,7 @@ def split(
 
 
 def check_plane(path: Path, value: torch.Tensor, plane: Plane, shape: tuple[int, ...]) -> None:
-    """Raises RunError for a tensor of a file that is not as the layout writes this plane."""
+    """Raises RunError when a tensor of a file does not have the dtype and shape of its plane."""
     if value.dtype != plane.dtype or tuple(value.shape) != shape:
         raise Damaged(
             path,
@@ -210,20 +241,27 @@ def check_plane(path: Path, value: torch.Tensor, plane: Plane, shape: tuple[int,
 
 
 def check_ids(path: Path, ids: torch.Tensor) -> int:
-    """How many tokens they are. Raises RunError unless they are int64 [T] with T >= 1."""
+    """The number of tokens. Raises RunError unless the ids are int64 [T] with T >= 1."""
     if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) == 0:
         raise Damaged(path, f"has ids {ids.dtype} {list(ids.shape)}, wanted int64 [T], T >= 1")
     return len(ids)
 
 
 def sample_path(row: int, turn: int, suffix: str = SUFFIX) -> str:
-    """Relative to the output folder; from numbers only, never from a record's id."""
+    """The path of a sample's file, relative to the output folder.
+
+    It is made of numbers only, never of a record's id, which may hold any text.
+    """
     stem = f"{row:09d}" if turn == 0 else f"{row:09d}-{turn:02d}"
     return f"{SAMPLES}/{row // ROWS_A_FOLDER:05d}/{stem}{suffix}"
 
 
 class Damaged(RunError):
-    """A sample's file that is not as it was written. what: the same without the path."""
+    """A sample's file is missing or damaged.
+
+    Attributes:
+        what: the description of the damage, without the path.
+    """
 
     def __init__(self, path: Path, what: str) -> None:
         self.what = printable(what)

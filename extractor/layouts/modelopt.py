@@ -1,9 +1,9 @@
-"""NVIDIA Model-Optimizer's offline dumps (https://github.com/NVIDIA/Model-Optimizer,
+"""The layout of NVIDIA Model-Optimizer's offline dumps (https://github.com/NVIDIA/Model-Optimizer,
 modelopt/torch/speculative/eagle/utils.py of 0.47).
 
-One torch.save dict a sample; its trainer takes every *.pt below the folder. Layers are 0-based, as
-ours. The last state is the one after the final norm and says so (`hidden_states_prenorm` False): the
-trainer would norm a pre-norm one again.
+There is one torch.save dict per sample, and the trainer reads every *.pt below the folder. Layers are
+0-based, as in this program. The last state is the one after the final norm. The file says so with
+`hidden_states_prenorm` False, because the trainer applies the norm to a state before it.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,11 @@ AUX, LAST = "aux_hidden_states", "hidden_states"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOpt(Layout):
-    """`input_ids` i64 [S], `hidden_states` [S, H], `aux_hidden_states` [S, K*H], `loss_mask` i64 [S],
-    `conversation_id` str, `hidden_states_prenorm` False."""
+    """One torch.save dict per sample of S tokens, with K layers besides the last state.
+
+    It holds `input_ids` int64 [S], `hidden_states` [S, H], `aux_hidden_states` [S, K*H], `loss_mask`
+    int64 [S], `conversation_id` str, and `hidden_states_prenorm` False.
+    """
 
     name = "modelopt"
     suffix = ".pt"

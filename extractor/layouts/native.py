@@ -1,4 +1,4 @@
-"""Our own layout: safetensors, one tensor a state, so that a reader maps only what it needs."""
+"""The native layout: safetensors with one tensor per state, so that a reader maps only its states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,12 @@ SCHEMA = "1"
 
 @dataclass(frozen=True, kw_only=True)
 class Native(Framed):
-    """`input_ids` i64 [T], `hidden_states.{name}` [T, H] each, `loss_mask` u8 [T]; with float8
-    `hidden_states.{name}.scale` f32 [T] after each state; with topk, `topk_logprobs` f32 [T, K] and
-    `topk_ids` i32 [T, K]."""
+    """One safetensors file per sample.
+
+    It holds `input_ids` int64 [T], `hidden_states.{name}` [T, H] for each state, and `loss_mask`
+    uint8 [T]. With float8, `hidden_states.{name}.scale` float32 [T] follows each state. With topk it
+    also holds `topk_logprobs` float32 [T, K] and `topk_ids` int32 [T, K].
+    """
 
     name = "native"
     ids = "input_ids"
@@ -55,8 +58,10 @@ class Native(Framed):
 def native_planes(
     states: Sequence[str], hidden: int, dtype: torch.dtype, topk: int = 0
 ) -> tuple[Plane, ...]:
-    """hidden_states.{name} [T, hidden] for each state, and beside it a scale when stored as float8;
-    with topk, topk_logprobs and topk_ids [T, topk]."""
+    """hidden_states.{name} [T, hidden] for each state, followed by its scale when dtype is float8.
+
+    With topk, topk_logprobs and topk_ids [T, topk] come last.
+    """
     planes: list[Plane] = []
     for name in states:
         key = f"hidden_states.{name}"
@@ -73,7 +78,7 @@ def native_metadata(sample: Sample, model: str, states: str) -> dict[str, str]:
     return {
         "schema": SCHEMA,
         "row": str(sample.row),
-        # Readers of safetensors refuse a header with half a surrogate pair in it.
+        # Readers of safetensors refuse a header that holds half a surrogate pair.
         "id": sample.id.encode("utf-8", "backslashreplace").decode(),
         "turn": str(sample.turn),
         "model": model,

@@ -1,4 +1,4 @@
-"""The tensors of a sample's file: which states each holds, and how a state becomes bytes."""
+"""The planes of a sample's file: which states each tensor holds, and how a state becomes bytes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn)
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One tensor of a sample's file, one row a token.
+    """One tensor of a sample's file, with one row per token.
 
     Attributes:
         key: its name in the file.
-        states: the states it holds, side by side in the last dimension; of top-k logits, its key.
-        dtype: as stored.
-        width: values a token; 0 for one number a token (a scale), stored as [T].
+        states: the states it holds, side by side in the last dimension. A plane of top-k
+            log-probabilities or ids has its own key here.
+        dtype: the stored dtype.
+        width: values per token; 0 for a scale, which is one number per token, stored as [T].
         scale_of: for a scale, the key of the float8 plane that it belongs to.
     """
 
@@ -45,10 +46,11 @@ class Plane:
 
 
 def encode(planes: Sequence[Plane], states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each plane's tensor, contiguous, on the states' own device.
+    """The tensor of each plane by key, on the device of the states.
 
-    float8: a token's scale is its largest magnitude over 448, so that value = stored * scale; a token
-    of zeros has scale 1 (the convention of per-token dynamic quantization in vLLM and SGLang).
+    With float8, the scale of a token is its largest magnitude divided by 448, so that
+    value = stored * scale. A token of zeros has scale 1. This is the convention of per-token dynamic
+    quantization in vLLM and SGLang.
     """
     encoded: dict[str, torch.Tensor] = {}
     for plane in planes:
@@ -62,6 +64,7 @@ def encode(planes: Sequence[Plane], states: Mapping[str, torch.Tensor]) -> dict[
         wide = value.float()
         scale = wide.abs().amax(dim=-1) / FP8_MAX
         scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        # Rounding of the division may exceed the largest float8 value, so the result is clamped.
         encoded[plane.key] = (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
         for other in planes:
             if other.scale_of == plane.key:
@@ -70,31 +73,33 @@ def encode(planes: Sequence[Plane], states: Mapping[str, torch.Tensor]) -> dict[
 
 
 def finite_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """bool [tokens]: whether every value of a token's row is finite."""
+    """bool [tokens]: whether all values of a token's row are finite."""
     if tensor.dtype == FP8:
-        # e4m3fn has one NaN pattern and no infinity; isfinite is not defined for it everywhere.
+        # e4m3fn has no infinity, and its NaN is 0x7F with either sign. torch.isfinite does not
+        # support this dtype everywhere.
         return (tensor.view(torch.uint8) & 0x7F != 0x7F).all(dim=-1)
     finite = torch.isfinite(tensor)
     return finite.all(dim=-1) if finite.dim() > 1 else finite
 
 
 def surely_finite_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """bool [tokens]: True where a token's row is finite; False asks for a closer look.
+    """bool [tokens]: True where a token's row is certainly finite; finite_rows decides the others.
 
-    One pass over the tensor: a sum is finite only if all its terms are, but a sum of finite terms may
-    overflow."""
+    It takes one pass over the tensor. A sum is finite only if all its terms are, but a sum of finite
+    terms may overflow.
+    """
     if tensor.dtype == FP8:
         return finite_rows(tensor)
     return torch.isfinite(tensor.sum(dim=-1, dtype=torch.float32) if tensor.dim() > 1 else tensor)
 
 
-# Tuples, and paths as text: a writer makes these for every sample while another thread launches kernels,
-# which waits for each microsecond of the interpreter that they take.
+# A tuple is cheap to make. A writer makes one for every tensor of a sample, while the thread that
+# launches kernels waits for the interpreter.
 class Blob(NamedTuple):
-    """A tensor on its way into a file.
+    """The bytes of a tensor that is written to a file.
 
     Attributes:
-        dtype, shape: as the file will say.
+        dtype, shape: what the file's header gives.
         data: its bytes, C-contiguous.
     """
 
@@ -104,7 +109,7 @@ class Blob(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Blob":
-        """A view, not a copy; the tensor must be contiguous and on the CPU."""
+        """A view of the tensor's bytes. The tensor must be contiguous and on the CPU."""
         assert tensor.is_contiguous() and tensor.device.type == "cpu", tensor.shape
         plain = tensor.view(torch.uint8) if tensor.dtype in NOT_IN_NUMPY else tensor
         data = plain.numpy().data.cast("B") if tensor.numel() else memoryview(b"")

@@ -1,12 +1,14 @@
-"""safetensors files: written straight from a batch's buffer, and read back as mapped tensors.
+"""safetensors files, written directly from a batch's pinned buffer and read back as mapped tensors.
 
-A safetensors file (https://github.com/huggingface/safetensors, "Format") is eight bytes of header
-length, a JSON header padded to a multiple of eight, then the tensors without gaps. It is written here
-by hand because the library copies what it saves, and the states lie ready in pinned memory.
+A safetensors file (https://github.com/huggingface/safetensors, "Format") holds the length of the
+header in eight bytes, a JSON header that is padded to a multiple of eight, and the tensors without
+gaps. This module writes it without the library, because the library copies what it saves, and the
+states are in pinned memory already.
 
-It is read here by hand too: a mapping costs nothing until a tensor is touched, so that a reader of one
-state in six reads a sixth of the file. The library's reader does the same; this one also checks the
-file against what is known of it, and its tensors may be written to without the file changing.
+It also reads the file without the library. A mapping costs nothing until a tensor is used, so that a
+reader of one state in six reads a sixth of the file. The library's reader maps the file as well. This
+one also checks the file's size against the journal, and a write to its tensors does not change the
+file.
 """
 
 import math
@@ -49,10 +51,11 @@ SCALE = ".scale"
 
 @dataclass(frozen=True, kw_only=True)
 class Framed(Layout):
-    """A safetensors file: header and ids, the planes' rows in the planes' order, the mask.
+    """A layout of safetensors files: header and ids, then the rows of each plane, then the mask.
 
-    The rows are the buffer's own bytes, so that whoever maps the buffer needs only to be told where
-    they are, and what comes before and after them."""
+    The rows are the bytes of the batch's buffer without a change. So a process that maps this buffer
+    needs only their place in it and the frame: the bytes before and after them.
+    """
 
     ids: ClassVar[str]
     """The ids' name in the file."""
@@ -61,11 +64,11 @@ class Framed(Layout):
     def metadata(self, sample: Sample) -> dict[str, str]: ...
 
     def shape(self, plane: Plane, tokens: int) -> tuple[int, ...]:
-        """Of a plane's tensor in the file."""
+        """The shape of a plane's tensor in the file."""
         return plane.shape(tokens)
 
     def frame(self, sample: Sample) -> tuple[bytes, bytes]:
-        """The bytes before a sample's rows, and those after them."""
+        """(the bytes before the rows of a sample, the bytes after them)."""
         header = header_of(self.metadata(sample), self._entries(len(sample)))
         return header + sample.input_ids.numpy().tobytes(), sample.loss_mask.numpy().tobytes()
 
@@ -75,33 +78,39 @@ class Framed(Layout):
 
     @cached_property
     def _entries(self) -> Callable[[int], bytes]:
-        """The header's entries, which are the same for all samples of a length."""
+        """A cached function from a number of tokens to the header's entries.
+
+        They are the same for all samples of the same length.
+        """
 
         @lru_cache(maxsize=4096)
         def entries(tokens: int) -> bytes:
             states = [(p.key, p.dtype, self.shape(p, tokens)) for p in self.planes]
             ids, mask = (self.ids, torch.int64, (tokens,)), ("loss_mask", torch.uint8, (tokens,))
-            return header_entries([ids, *states, mask])  # bytes last: the rest stays aligned
+            # The mask has one byte per token. It comes last, so that the other tensors stay aligned.
+            return header_entries([ids, *states, mask])
 
         return entries
 
 
 def safetensors_header(tensors: Mapping[str, Blob], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the data, which must follow in the order of tensors. Metadata is text only."""
+    """The bytes before the data. The data must follow in the order of `tensors`."""
     entries = header_entries((name, blob.dtype, blob.shape) for name, blob in tensors.items())
     return header_of(metadata, entries)
 
 
 def header_of(metadata: Mapping[str, str], entries: bytes) -> bytes:
-    """A header of metadata and of what header_entries said."""
+    """The header with its length, from metadata and the result of header_entries."""
     text = b'{"__metadata__":' + compact_json(metadata) + entries + b"}"
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def header_entries(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """What a header says of (name, dtype, shape) tensors that follow one another: each entry after a
-    comma."""
+    """The JSON entries of a header for tensors (name, dtype, shape) that follow one another.
+
+    A comma stands before each entry, because the metadata comes first in the header.
+    """
     text, offset = b"", 0
     for name, dtype, shape in tensors:
         end = offset + math.prod(shape) * dtype.itemsize
@@ -116,7 +125,7 @@ def header_entries(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) 
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What a header says of a tensor."""
+    """The entry of a tensor in a header."""
 
     dtype: str
     shape: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)], ...]
@@ -128,12 +137,13 @@ class _Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MappedSample:
-    """One safetensors file.
+    """One mapped safetensors file.
 
     Attributes:
-        path: where it is.
+        path: the path of the file.
         metadata: its text metadata.
-        tensors: by name, views of the mapping: private, so that writing to one stays in memory.
+        tensors: views of the mapping, by name. The mapping is private: a write to a tensor changes
+            memory only, not the file.
     """
 
     path: Path
@@ -145,7 +155,7 @@ class MappedSample:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Raises RunError when the file has none of this name."""
+        """The tensor of this name. Raises RunError when the file has none."""
         if key not in self.tensors:
             raise Damaged(self.path, f"has no tensor {key}")
         return self.tensors[key]
@@ -156,10 +166,16 @@ class MappedSample:
 
 
 def map_sample(path: Path, size: int | None = None, *, follow: bool = False) -> MappedSample:
-    """Map a file. With size, the one that the journal gives, a cut or changed file is noticed here.
-    follow: let it be a link.
+    """Map a file.
 
-    Raises RunError, with the path and what to do, for a file that is missing or not whole."""
+    Args:
+        size: the file's size in bytes that the journal gives, by which a file that is cut off is
+            noticed; None skips that check.
+        follow: whether the path may be a symbolic link.
+
+    Raises:
+        RunError: the file is missing or damaged. The message has the path and what to do.
+    """
     try:
         mapped = map_regular(path, mmap.ACCESS_COPY, follow=follow)
     except FileNotFoundError as error:
@@ -175,9 +191,11 @@ def map_sample(path: Path, size: int | None = None, *, follow: bool = False) -> 
 
 
 def read_header(mapped: mmap.mmap | memoryview) -> tuple[dict[str, str], dict[str, _Entry], int]:
-    """The metadata, what is said of each tensor, and where the data begins.
+    """(metadata, the entry of each tensor, the offset in bytes at which the data begins).
 
-    Every tensor lies inside the file and is as long as its shape says. Raises ValueError otherwise."""
+    Raises:
+        ValueError: a tensor lies outside the file, or its length does not fit its shape and dtype.
+    """
     length = int.from_bytes(mapped[:8], "little")
     if length > len(mapped) - 8:
         raise ValueError(f"a header of {length:,} bytes in a file of {len(mapped):,}")
@@ -192,7 +210,7 @@ def read_header(mapped: mmap.mmap | memoryview) -> tuple[dict[str, str], dict[st
 
 
 def _check_entry(name: str, entry: _Entry, room: int) -> None:
-    """Raises ValueError."""
+    """Raises ValueError when an entry does not fit `room`, the number of bytes of data in the file."""
     begin, end = entry.data_offsets
     if entry.dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {entry.dtype!r}")
@@ -213,9 +231,15 @@ def _view(mapped: mmap.mmap, base: int, entry: _Entry) -> torch.Tensor:
 
 
 def check_bytes(path: Path, lines: Sequence[Entry], *, follow: bool = False) -> None:
-    """Read a whole file and compare size and checksum with its journal lines, one of which is enough.
+    """Read a whole file, and compare its size and checksum with its journal entries.
 
-    Raises RunError when none of them is true of it."""
+    Args:
+        lines: the entries of the journal for this file. The file has to match one of them.
+        follow: whether the path may be a symbolic link.
+
+    Raises:
+        RunError: the file is missing, or matches none of them.
+    """
     try:
         with open_regular(path, follow=follow) as handle, reading(path):
             size = os.fstat(handle.fileno()).st_size
@@ -233,7 +257,7 @@ def check_bytes(path: Path, lines: Sequence[Entry], *, follow: bool = False) -> 
 
 
 def hashed(handle: BinaryIO) -> str:
-    """xxh3-64 of what follows in the file, in hex."""
+    """xxh3-64, in hex, of the bytes from the handle's position to the end of the file."""
     digest = xxhash.xxh3_64()
     while block := handle.read(1 << 20):
         digest.update(block)
@@ -241,8 +265,14 @@ def hashed(handle: BinaryIO) -> str:
 
 
 def state_of(sample: MappedSample, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A stored state [T, W], unscaled when it is float8, in dtype (default: as stored; float8 becomes
-    bfloat16). A view of the mapping when nothing has to be computed."""
+    """A stored state [T, W]; float8 is multiplied by its scale.
+
+    Args:
+        dtype: the dtype of the result. None keeps the stored dtype, or bfloat16 for float8.
+
+    Returns:
+        A view of the mapping when nothing has to be computed.
+    """
     value = sample.tensor(key)
     if value.dtype == FP8:
         return unscale(value, sample.tensor(key + SCALE), dtype or torch.bfloat16)
@@ -250,6 +280,11 @@ def state_of(sample: MappedSample, key: str, dtype: torch.dtype | None = None) -
 
 
 def unscale(value: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float8 [T, W] times its scale f32 [T] (or [T, 1, 1]), computed in float32."""
+    """float8 values times their scales, computed in float32 and returned in dtype.
+
+    Args:
+        value: float8 [T, W], or [T, K, W].
+        scale: float32 [T], or [T, 1, 1].
+    """
     assert value.dtype == FP8 and FP8_MAX == 448.0, value.dtype
     return (value.float() * scale.view(-1, *[1] * (value.dim() - 1))).to(dtype)

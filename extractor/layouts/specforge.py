@@ -1,9 +1,10 @@
-"""SpecForge's offline features (https://github.com/sgl-project/SpecForge, specforge/runtime/data_plane/
-offline_reader.py and specforge/algorithms/*/data.py of 0.2.0).
+"""The layouts of SpecForge's offline features (https://github.com/sgl-project/SpecForge,
+specforge/runtime/data_plane/offline_reader.py and specforge/algorithms/*/data.py of 0.2.0).
 
-One torch.save dict a sample, in any depth of folders; its reader sorts by path, which for our names
-is row order. Layers are 0-based, as ours, side by side in the order asked; the last state is the one
-after the final norm. Nothing is shifted: the trainer shifts.
+There is one torch.save dict per sample, at any depth of folders. The reader sorts by path, which for
+this program's names is row order. Layers are 0-based, as in this program, and stand side by side in
+the order asked for. The last state is the one after the final norm. Tokens and states are not
+shifted against each other, because the trainer shifts them.
 """
 
 from abc import abstractmethod
@@ -33,7 +34,7 @@ from extractor.states import FINAL, States
 
 @dataclass(frozen=True, kw_only=True)
 class SpecForge(Layout):
-    """`input_ids` i64 [S], `loss_mask` i64 [S], and each slot [1, S, width]."""
+    """A dict with `input_ids` int64 [S], `loss_mask` int64 [S], and each slot [1, S, width]."""
 
     suffix = ".ckpt"
     reader = "SpecForge's offline reader"
@@ -41,7 +42,7 @@ class SpecForge(Layout):
     @property
     @abstractmethod
     def slots(self) -> dict[str, tuple[str, ...]]:
-        """Key in the file to the states side by side in it."""
+        """For each key in the file, the states that stand side by side in it."""
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
@@ -73,13 +74,19 @@ class SpecForge(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3(SpecForge):
-    """Strategy eagle3: `aux_hidden_state` [1, S, K*H] (K is 3 there), `hidden_state` [1, S, H]."""
+    """Strategy eagle3: `aux_hidden_state` [1, S, K*H] and `hidden_state` [1, S, H].
+
+    SpecForge itself uses K = 3 layers.
+    """
 
     name = "specforge"
 
     def vocabulary(self, counted: TokenCounts, size: int) -> dict[str, Parts]:
-        """What it derives from the files itself, and takes as `model.vocab_mapping_path`: `d2t` int64
-        [D], `t2d` bool [V]; of tokens as frequent, the one seen first."""
+        """The mapping that SpecForge takes as `model.vocab_mapping_path`, or else derives itself.
+
+        It holds `d2t` int64 [D] and `t2d` bool [V]. Of equally frequent tokens, the one that is seen
+        first is chosen.
+        """
         draft = draft_vocabulary(counted, size, ties="first_seen")
         content = {"d2t": torch.from_numpy(draft.d2t), "t2d": torch.from_numpy(draft.t2d)}
         return {"vocab/vocab_mapping.pt": torchzip.save(content)}
@@ -95,8 +102,10 @@ class Eagle3(SpecForge):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash(SpecForge):
-    """Strategies dflash and domino: `hidden_states` [1, S, K*H] and no last state. Their reader wants
-    two supervised tokens in a row somewhere in a sample, and refuses one without."""
+    """Strategies dflash and domino: `hidden_states` [1, S, K*H] and no last state.
+
+    Their reader refuses a sample that has no two supervised tokens in a row.
+    """
 
     name = "specforge-dflash"
 
@@ -114,7 +123,7 @@ class DFlash(SpecForge):
 
 @dataclass(frozen=True, kw_only=True)
 class DSpark(SpecForge):
-    """Strategy dspark: as dflash, and `target_last_hidden_states` [1, S, H]."""
+    """Strategy dspark: `hidden_states` [1, S, K*H] and `target_last_hidden_states` [1, S, H]."""
 
     name = "specforge-dspark"
 

@@ -1,10 +1,11 @@
-"""speculators' offline data (https://github.com/vllm-project/speculators, speculators/train/data.py and
-hs_connectors/transfer.py of 0.9.0).
+"""The layout of speculators' offline data (https://github.com/vllm-project/speculators,
+speculators/train/data.py and hs_connectors/transfer.py of 0.9.0).
 
-A save_to_disk dataset in the output folder itself, and beside it hidden_states/hs_{i}.safetensors for
-the dataset's row i. Layers side by side in the order asked, then the last layer's own state BEFORE the
-final norm: the trainer norms it. With float8, one scale a token over all layers together, which its
-FP8Transfer reads; its plain FileTransfer does not.
+The output folder itself is a save_to_disk dataset. Beside it, hidden_states/hs_{i}.safetensors
+belongs to row i of the dataset. Layers stand side by side in the order asked for. The last layer's own
+state BEFORE the final norm follows, because the trainer applies the norm. With float8 there is one
+scale per token for all layers together. The project's FP8Transfer reads scales, its plain
+FileTransfer does not.
 """
 
 import io
@@ -35,9 +36,13 @@ KEY, SCALES = "hidden_states", "hidden_states_scales"
 
 @dataclass(frozen=True, kw_only=True)
 class Speculators(Framed):
-    """`token_ids` i64 [S], `hidden_states` [S, K+1, H]; with float8 `hidden_states_scales` f32
-    [S, 1, 1]. The mask is in the dataset, and here too, as `loss_mask` u8 [S], which its reader
-    passes over: a file then says all that our own would."""
+    """One safetensors file per sample of S tokens, with K layers and the last layer.
+
+    It holds `token_ids` int64 [S] and `hidden_states` [S, K+1, H]. With float8 it also holds
+    `hidden_states_scales` float32 [S, 1, 1]. The reader of speculators takes the mask from the
+    dataset. The file has it too, as `loss_mask` uint8 [S], which that reader ignores, so that a file
+    is complete without the dataset.
+    """
 
     name = "speculators"
     ids = "token_ids"
@@ -86,8 +91,11 @@ class Speculators(Framed):
         return re.fullmatch(rf"{self.root}/hs_\d{{1,15}}{re.escape(self.suffix)}", name) is not None
 
     def vocabulary(self, counted: TokenCounts, size: int) -> dict[str, Parts]:
-        """Beside the dataset, where its trainer looks first: `d2t-{D}.npy` int64 [D], `t2d-{D}.npy`
-        bool [V], and `token_freq.pt`, a dict of id to count, for another D."""
+        """Files beside the dataset, where the trainer looks first.
+
+        `d2t-{D}.npy` is int64 [D] and `t2d-{D}.npy` is bool [V]. `token_freq.pt` is a dict of id to
+        count, from which the trainer can make a vocabulary of another size.
+        """
         draft = draft_vocabulary(counted, size)
         used = counted.counts.nonzero()[0].tolist()
         frequencies = dict(zip(used, counted.counts[used].tolist(), strict=True))
@@ -98,8 +106,11 @@ class Speculators(Framed):
         }
 
     def finish(self, output: Path, samples: Iterable[Sample]) -> None:
-        """Write the dataset: `input_ids`, `loss_mask`, `seq_len`, row i for hs_{i}. Its files appear
-        one by one, state.json last, without which load_from_disk finds no dataset."""
+        """Write the dataset, whose row i belongs to hs_{i}: `input_ids`, `loss_mask`, `seq_len`.
+
+        Its files are renamed into place one by one. state.json is the last, because load_from_disk
+        finds no dataset without it.
+        """
         temporary = output / ".dataset.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         features = datasets.Features(
@@ -130,6 +141,7 @@ class Speculators(Framed):
             if not bars:
                 datasets.enable_progress_bars()
         files = sorted((temporary / "data").iterdir(), key=lambda file: file.name == "state.json")
+        # Shards of an earlier dataset go first: their number may differ from that of the new ones.
         for stale in output.glob("data-*-of-*.arrow"):
             stale.unlink()
         for file in files:

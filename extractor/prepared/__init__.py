@@ -1,1 +1,1 @@
-"""Prepared samples on disk, and what is counted over them."""
+"""Prepared samples on disk, their identity, and token counts over them."""

@@ -1,4 +1,4 @@
-"""Identity of what decides ids and masks: input bytes, tokenizer, template, rules."""
+"""Digests of everything that decides ids and masks: input bytes, tokenizer, template, rules."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 SHORT = 16
 
-# What stat says of a file, and the digest of its bytes.
+# What stat gives for a file. with_digests adds the digest of its bytes and the number of newlines.
 FileFacts = dict[str, Any]
 
 
@@ -24,7 +24,7 @@ def text_digest(text: str) -> str:
 
 
 def file_facts(path: Path) -> FileFacts:
-    """What tells, without reading it, that a file is still the one it was."""
+    """Facts from stat, which tell without reading a file that it has not changed."""
     stat = path.stat()
     return {
         "path": str(path.resolve()),
@@ -36,8 +36,14 @@ def file_facts(path: Path) -> FileFacts:
 
 
 def with_digests(files: Sequence[Path], known: Iterable[FileFacts]) -> list[FileFacts]:
-    """Facts of each file with `digest` of its bytes and its number of `newlines`; of a file that is
-    among the known ones and has not changed since, both are taken from there."""
+    """Facts of each file, with the `digest` of its bytes and its number of `newlines`.
+
+    A file whose facts are equal to those of a known one has not changed. It is not read again, and
+    both values are taken from there.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     remembered = {_stat_key(facts): facts for facts in known}
     found: list[FileFacts] = []
     for path in files:
@@ -61,7 +67,7 @@ def _read_through(path: Path) -> dict[str, Any]:
 
 
 def tokenizer_digest(path: Path) -> str:
-    """xxh3 of the files in a model's folder that decide how text becomes ids."""
+    """xxh3-128, cut to SHORT hex digits, of the files in a model folder that decide the ids."""
     digest = xxhash.xxh3_128()
     names = sorted({file for pattern in TOKENIZER_FILES for file in path.glob(pattern)})
     for file in names:
@@ -74,7 +80,10 @@ def tokenizer_digest(path: Path) -> str:
 
 
 def code_digest(path: Path) -> str:
-    """xxh3 of the Python files in a model's folder, any of which a tokenizer may import; "" for none."""
+    """xxh3-128, cut to SHORT hex digits, of the Python files in a model folder; "" when there are none.
+
+    The tokenizer may import any of them.
+    """
     digest = xxhash.xxh3_128()
     files = sorted(path.glob("*.py"))
     for file in files:
@@ -83,7 +92,8 @@ def code_digest(path: Path) -> str:
 
 
 def _config_without_template(file: Path) -> bytes:
-    """The template has a digest of its own, so that a refusal can tell the two apart."""
+    """The file without its template, which has a digest of its own, and without other keys that do
+    not change ids. So a message can tell a changed template from a changed tokenizer."""
     config: dict[str, Any] = json.loads(file.read_text())
     for key in ("chat_template", "name_or_path", "transformers_version"):
         config.pop(key, None)

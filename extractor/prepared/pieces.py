@@ -1,4 +1,4 @@
-"""What the front end hands to the store: a prepared sample, or why there is none."""
+"""What the front end passes to the store: a prepared sample, or the reason why there is none."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a row (turn 0) or one turn of it was not prepared; becomes a Reject in the store."""
+    """Why a row (turn 0) or one turn of it is not prepared. The store returns it as a Reject."""
 
     row: int
     turn: int
@@ -20,12 +20,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A prepared sample on its way to the store.
+    """A prepared sample that is not in the store yet.
 
     Attributes:
         ids: int32 [T].
-        mask: uint8 [T].
-        truncated: --max-length cut tokens off its end.
+        mask: uint8 [T], 1 for supervised tokens.
+        truncated: whether --max-length cut tokens off its end.
     """
 
     row: int

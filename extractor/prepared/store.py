@@ -1,17 +1,17 @@
-"""Prepared samples on disk: flat arrays that are mapped, never loaded.
+"""The prepared store: samples on disk as flat arrays, which are memory-mapped.
 
-A store is a folder. N samples, in (row, turn) order, with T tokens in all:
+A store is a folder. It holds N samples in (row, turn) order, with T tokens in total:
 
 | file | holds |
 | --- | --- |
 | ids.i32, mask.u8 | [T] tokens of all samples, one after another |
 | ends.i64, rows.i64, turns.i16 | [N] where each sample's tokens end, its row, its turn |
-| names.utf8, name_ends.i64 | [N] ids as text, one after another, and where each ends |
-| files.i32, lines.i64 | [N] where each row came from: a number into `files` of store.json, a line |
-| rejects.jsonl | a line a rejected row or turn |
-| store.json | counts, digest and its parts, the input's files |
+| names.utf8, name_ends.i64 | ids as text, one after another, and [N] where each ends |
+| files.i32, lines.i64 | [N] the source of each row: an index into `files` of store.json, and a line |
+| rejects.jsonl | one line per rejected row or turn |
+| store.json | counts, digest and its parts, the input files |
 
-It is written under a temporary name and renamed when it is whole.
+It is written under a temporary name and renamed when it is complete.
 """
 
 import json
@@ -52,13 +52,13 @@ ARRAYS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a store was made from.
+    """What a store is made from.
 
     Attributes:
         digest, parts: as in PreparedStore.
-        model: the model's folder, for its tokenizer; not part of the digest.
-        inputs: the input files as they were (digest.py), so that unchanged ones need not be read
-            again to know them.
+        model: the model folder that has the tokenizer; not part of the digest.
+        inputs: facts of the input files (digest.py), by which a file that has not changed is
+            recognized without being read again.
     """
 
     digest: str
@@ -68,7 +68,7 @@ class Identity:
 
 
 class StoreWriter:
-    """Appends prepared samples to a folder that is not yet a store; `close` makes it one.
+    """Appends prepared samples to a folder, which becomes a store with `close`.
 
     Memory does not grow with the number of samples. The caller renames or removes the folder.
     """
@@ -85,7 +85,7 @@ class StoreWriter:
         }
 
     def add(self, piece: Piece) -> None:
-        """Append one sample. Samples come in (row, turn) order."""
+        """Append one sample. The caller adds samples in (row, turn) order."""
         name = piece.id.encode("utf-8", "backslashreplace")
         self.samples += 1
         self.tokens += len(piece.ids)
@@ -114,7 +114,11 @@ class StoreWriter:
         self._handles[REJECTS].write(json.dumps(asdict(refusal)).encode() + b"\n")
 
     def close(self, rows: int, identity: "Identity") -> None:
-        """Write what makes the folder a store."""
+        """Close all files and write store.json, which makes the folder a store.
+
+        Args:
+            rows: number of rows read.
+        """
         for handle in self._handles.values():
             handle.close()
         info = {
@@ -140,7 +144,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class InputFile(msgspec.Struct, frozen=True):
-    """An input file as it was: digest.FileFacts."""
+    """Facts of an input file when it was prepared (digest.FileFacts)."""
 
     path: str
     size: int
@@ -152,7 +156,7 @@ class InputFile(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct, frozen=True):
-    """store.json."""
+    """The content of store.json."""
 
     schema: Literal[1]
     digest: str
@@ -170,16 +174,16 @@ class Info(msgspec.Struct, frozen=True):
 
 
 class PreparedStore:
-    """Samples that wait for the model. Opening maps files and reads one small JSON.
+    """Prepared samples. Opening a store maps its files and reads one small JSON file.
 
     Attributes:
         path: the folder.
-        num_rows: rows read.
-        lengths: int32 [N], tokens of each sample, in (row, turn) order.
-        rows: int64 [N].
-        turns: int16 [N].
+        num_rows: number of rows read.
+        lengths: int32 [N], number of tokens of each sample, in (row, turn) order.
+        rows: int64 [N], row of each sample.
+        turns: int16 [N], turn of each sample.
         digest: identity of everything that decides ids and masks.
-        parts: what the digest is made of, by name, so that a refusal can say what changed.
+        parts: what the digest is made of, by name, so that a message can say what changed.
         rejects: rows and turns that became no sample.
     """
 
@@ -197,8 +201,12 @@ class PreparedStore:
 
     @classmethod
     def open(cls, path: Path) -> "PreparedStore":
-        """Raises RunError for a folder that is no whole store of this version: one line that names the
-        file that is missing, or not as it was written."""
+        """Open the store in a folder.
+
+        Raises:
+            RunError: the folder is not a complete store of this version. One line names the file
+                that is missing or damaged.
+        """
         try:
             return cls(path, decode(read_regular(path / INFO), Info))
         except FileNotFoundError as error:
@@ -218,16 +226,21 @@ class PreparedStore:
 
     @property
     def inputs(self) -> list[dict[str, Any]]:
-        """The input files as they were when this was prepared."""
+        """Facts of the input files (digest.FileFacts) when this store was prepared."""
         return [msgspec.to_builtins(file) for file in self._info.inputs]
 
     @property
     def model(self) -> str:
-        """The folder of the model that this was prepared for."""
+        """The folder of the model that this store was prepared for."""
         return self._info.model
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` of N. Raises RunError when its bytes are not as they were written."""
+        """Sample `index`: input_ids int64 [T], loss_mask uint8 [T].
+
+        Raises:
+            IndexError: index is not in [0, N).
+            RunError: the sample holds values that no run writes.
+        """
         begin, end = self._range("ends.i64", index)
         name_begin, name_end = self._range("name_ends.i64", index)
         file = self._info.files[self._arrays["files.i32"][index]]
@@ -251,17 +264,20 @@ class PreparedStore:
         return _damaged(self.path / file, f"sample {index:,} has values that no run writes")
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [T], mask uint8 [T]) of all samples, one after another; mapped."""
+        """(ids int32 [T], mask uint8 [T]) of all samples, one after another, as mapped arrays."""
         return self._arrays["ids.i32"], self._arrays["mask.u8"]
 
     def find(self, row: int) -> range:
-        """Indexes of a row's samples."""
+        """The indices of a row's samples; empty when the row has none."""
         begin, end = np.searchsorted(self.rows, [row, row + 1])
         return range(int(begin), int(end))
 
     def summary(self) -> dict[str, int]:
-        """Counts. rows = rows_sampled + rows_rejected; rejected counts lines of rejects (with
-        --turns each a row can have several), and "rejected.REASON" those of each reason."""
+        """Counts by name, with rows = rows_sampled + rows_rejected.
+
+        "rejected" is the number of entries in `rejects`, of which a row may have several with --turns
+        each. "rejected.REASON" is the number of those with that reason.
+        """
         keys = ("rows", "samples", "rows_sampled", "tokens", "supervised", "truncated")
         counts = {key: int(getattr(self._info, key)) for key in keys}
         counts["rows_rejected"] = counts["rows"] - counts["rows_sampled"]
@@ -278,7 +294,7 @@ class PreparedStore:
 
 
 class _Rejects(Sequence[Reject]):
-    """Lines of rejects.jsonl, read when they are asked for."""
+    """The lines of rejects.jsonl, which are read only when they are used."""
 
     def __init__(self, path: Path, count: int) -> None:
         self._path = path
@@ -288,7 +304,7 @@ class _Rejects(Sequence[Reject]):
         return self._count
 
     def __iter__(self) -> Iterator[Reject]:
-        """Raises RunError for a line that is none of ours, and when the file is not there."""
+        """Raises RunError for a line that is not a Refusal, and when the file is missing."""
         try:
             lines = open_regular(self._path)
         except FileNotFoundError as error:
@@ -331,8 +347,12 @@ def as_sample(piece: Piece) -> Sample:
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
-    """The file as an array that stays on disk (an empty file cannot be mapped). Raises RunError and
-    FileNotFoundError."""
+    """The file as a mapped array; an empty array for an empty file, which cannot be mapped.
+
+    Raises:
+        RunError: the size is not a whole number of values, or the file cannot be read.
+        FileNotFoundError: there is no such file.
+    """
     with open_regular(path) as handle, reading(path):
         size = os.fstat(handle.fileno()).st_size
         if size % np.dtype(dtype).itemsize:
@@ -344,9 +364,12 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def _lengths(path: Path, arrays: Mapping[str, np.ndarray], info: Info) -> np.ndarray:
-    """Tokens of each sample, int32 [N]. Raises RunError unless all arrays belong to the same samples:
-    each has as many values as it should, samples are in (row, turn) order, one ends where the next
-    begins, and what is counted is there."""
+    """The number of tokens of each sample, int32 [N], after all arrays are checked.
+
+    Raises:
+        RunError: an array has another number of values than store.json gives, a sample is empty, the
+            samples are not in (row, turn) order, or a value is outside its range.
+    """
     ends, names = arrays["ends.i64"], arrays["name_ends.i64"]
     last_name = int(names[-1]) if len(names) else 0
     wanted = dict.fromkeys(ARRAYS, info.samples)

@@ -1,10 +1,10 @@
-"""Token counts over supervised tokens, and the draft vocabulary that they choose.
+"""Counts supervised tokens, and chooses a draft vocabulary by these counts.
 
-A draft vocabulary of size D holds the D most frequent supervised tokens of the target's, in the
-order of their ids; where fewer occur, the lowest ids that did not occur fill it up. `d2t[i]` is the
-target id of draft id i, minus i; `t2d[t]` says whether target id t is in it. Two tokens of equal
-count that compete for the last place are told apart by their ids, as speculators does, or by which
-was seen first, as SpecForge does.
+A draft vocabulary of size D holds the D most frequent supervised tokens of the target's vocabulary,
+in the order of their ids. When fewer than D different tokens occur, the lowest other ids fill it up.
+`d2t[i]` is the target id of draft id i, minus i. `t2d[t]` is true when target id t is in it. When
+tokens of equal count compete for the last place, the lower id wins, as in speculators, or the token
+that is seen first, as in SpecForge.
 """
 
 from collections.abc import Iterable
@@ -30,18 +30,24 @@ VOCAB = "vocab"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCounts:
-    """counts int64 [V]; first_seen int64 [V], the first sample that supervises a token, or N."""
+    """Counts over the supervised tokens of N samples; V is the size of the vocabulary.
+
+    Attributes:
+        counts: int64 [V], how often each token occurs.
+        first_seen: int64 [V], index of the first sample that supervises the token, or N.
+    """
 
     counts: np.ndarray
     first_seen: np.ndarray
 
     @classmethod
     def of(cls, store: PreparedStore, vocab_size: int) -> "TokenCounts":
-        """Counts over a store's samples, in their order."""
+        """Counts over the samples of a store, in their order."""
         ids, mask = store.tokens()
         ends = np.cumsum(store.lengths, dtype=np.int64)
         counts = np.zeros(vocab_size, np.int64)
         first_seen = np.full(vocab_size, len(ends), np.int64)
+        # The mapped arrays are read block by block, so that memory stays flat.
         for begin in range(0, len(ids), BLOCK):
             place = begin + np.flatnonzero(mask[begin : begin + BLOCK])
             tokens = ids[place]
@@ -53,7 +59,7 @@ class TokenCounts:
 
     @classmethod
     def of_samples(cls, samples: Iterable[Sample], vocab_size: int) -> "TokenCounts":
-        """The same, of samples one by one."""
+        """The same counts, from samples that are read one by one."""
         counts = np.zeros(vocab_size, np.int64)
         first_seen = np.full(vocab_size, -1, np.int64)
         number = 0
@@ -69,7 +75,13 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:
-    """d2t int64 [D] offsets, t2d bool [V], share: of the supervised tokens, how many are in it."""
+    """A draft vocabulary of D tokens out of V.
+
+    Attributes:
+        d2t: int64 [D], target id of each draft id, minus the draft id.
+        t2d: bool [V], whether each target id is in it.
+        share: fraction of the supervised tokens that are in it, 0 to 1.
+    """
 
     d2t: np.ndarray
     t2d: np.ndarray
@@ -77,13 +89,17 @@ class DraftVocabulary:
 
 
 def draft_vocabulary(counted: TokenCounts, size: int, ties: Ties = "id") -> DraftVocabulary:
-    """Raises UsageError unless 1 <= size <= V."""
+    """The draft vocabulary of the `size` most frequent tokens.
+
+    Raises:
+        UsageError: size is not in [1, V].
+    """
     counts = counted.counts
     if not 1 <= size <= len(counts):
         raise UsageError(f"--draft-vocab-size {size}: wanted 1 to {len(counts)}")
     ids = np.arange(len(counts))
     by_tie = counted.first_seen if ties == "first_seen" else np.zeros_like(ids)
-    order = np.lexsort((ids, by_tie, -counts))
+    order = np.lexsort((ids, by_tie, -counts))  # by count, then by_tie, then id
     chosen = order[:size][counts[order[:size]] > 0]
     unused = np.setdiff1d(ids[:size], chosen, assume_unique=True)
     chosen = np.sort(np.concatenate([chosen, unused[: size - len(chosen)]]))
@@ -94,7 +110,11 @@ def draft_vocabulary(counted: TokenCounts, size: int, ties: Ties = "id") -> Draf
 
 
 def write_vocab(folder: Path, counted: TokenCounts, draft: DraftVocabulary | None) -> None:
-    """vocab_files under their names, each only when it is whole. Raises OSError with the path."""
+    """Write vocab_files into a folder. A file appears under its name when it is complete.
+
+    Raises:
+        OSError: a file cannot be written; it has the path.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, parts in vocab_files(counted, draft).items():
         write_whole(folder / name, parts, sync=False)
@@ -103,8 +123,11 @@ def write_vocab(folder: Path, counted: TokenCounts, draft: DraftVocabulary | Non
 def vocab_files(
     counted: TokenCounts, draft: DraftVocabulary | None
 ) -> dict[str, list[bytes | memoryview]]:
-    """token_freq.safetensors (`token_freq` int64 [V]) and, with a draft vocabulary,
-    draft_vocab.safetensors (`d2t`, `t2d`): name to content."""
+    """The files of a vocabulary, name to content.
+
+    token_freq.safetensors holds `token_freq` int64 [V]. With a draft vocabulary,
+    draft_vocab.safetensors holds `d2t` int64 [D] and `t2d` bool [V].
+    """
     files = {FREQUENCIES: _parts({"token_freq": counted.counts})}
     if draft is not None:
         files[MAPPING] = _parts({"d2t": draft.d2t, "t2d": draft.t2d})

@@ -1,5 +1,5 @@
-"""Rows of any container to ids and masks: read -> normalise -> render -> mask -> tokenize -> store.
+"""Turns rows of any container into ids and masks.
 
-Nothing is imported here: the worker processes load only the parts that they run, and none of those
-imports torch.
+The stages are read -> normalise -> render -> mask -> tokenize -> store. This file imports nothing,
+so that a worker process loads only the modules that it runs; none of those imports torch.
 """

@@ -1,4 +1,4 @@
-"""Elements of a JSON array, as the bytes of the file arrive."""
+"""Splits a JSON array into its elements while the file is read block by block."""
 
 import codecs
 import json
@@ -14,10 +14,10 @@ _INSIDE = re.compile(r'["\\]')
 
 
 class ArrayReader:
-    """Elements are handed on as the bytes that they are, for whoever parses them.
+    """Finds the elements of a JSON array, and returns each one as bytes that are not parsed.
 
     Attributes:
-        line: where the next element begins.
+        line: the line, from 1, where the next element begins.
     """
 
     def __init__(self) -> None:
@@ -25,15 +25,21 @@ class ArrayReader:
         self._decode = codecs.getincrementaldecoder("utf-8-sig")()
         self._json = json.JSONDecoder()
         self._text = ""
-        self._wanted = "["  # what must come before the next element: [ or , or, at the end, nothing
-        self._tried = (
-            0  # an element that was incomplete at this length is tried at twice the length
-        )
-        self._passing: _Passed | None = None  # the end of an element that is looked for, unread
+        # What may come next: "[", "first" (an element or the last bracket), "element", "," (a comma
+        # or the last bracket), or "" after the array.
+        self._wanted = "["
+        # Length at which an element was incomplete. It is parsed again at twice this length, so that
+        # the work stays proportional to the size of the file.
+        self._tried = 0
+        # Set while an element that is not parsed is skipped to its end.
+        self._passing: _Passed | None = None
 
     def feed(self, block: bytes) -> Iterator[tuple[int, bytes | BadRow]]:
-        """(line, element) of those that are whole now. Raises BadRow where nothing after it can be
-        read."""
+        """Take the next block of the file, and yield (line, element) of each complete element.
+
+        Raises:
+            BadRow: the file is broken so that nothing after this place can be read.
+        """
         try:
             self._text += self._decode.decode(block)
         except UnicodeDecodeError:
@@ -65,12 +71,12 @@ class ArrayReader:
                     ) from None
                 if len(self._text) - position <= ROW_BYTES:
                     self._tried = len(self._text) - position
-                    break  # more of it may come
+                    break  # the rest of the element may come with the next block
                 whole = _Passed().end(self._text, position) is not None
                 bad = (
                     BadRow("not_json", f"not JSON: {error}") if whole else too_many_bytes("record")
                 )
-            except ValueError as error:  # a number of thousands of digits
+            except ValueError as error:  # Python refuses a number of thousands of digits
                 bad = BadRow("not_json", f"not JSON: {error}")
             except RecursionError:
                 bad = BadRow("too_deep", "objects are nested too deeply")
@@ -88,7 +94,7 @@ class ArrayReader:
         self._text = self._text[position:]
 
     def _pass(self, position: int) -> int:
-        """Over an element that is not read, as far as it is there."""
+        """Skip an element that is not parsed, as far as its text has arrived."""
         if self._passing is None:
             return position
         end = self._passing.end(self._text, position)
@@ -99,8 +105,11 @@ class ArrayReader:
         return stop
 
     def _at_element(self, position: int) -> bool:
-        """Whether an element begins here; a [ or a , or the last ] is taken note of. Raises BadRow
-        for anything else."""
+        """Whether an element begins here. A [, a comma or the last ] changes what is wanted next.
+
+        Raises:
+            BadRow: the character is none of these.
+        """
         character = self._text[position]
         if self._wanted == "first" and character != "]":
             return True
@@ -126,14 +135,14 @@ class ArrayReader:
 
 
 class _Passed:
-    """Finds where an object, an array or a text ends without reading it, however deep or long."""
+    """Finds where an object, an array or a string ends without parsing it, at any depth or length."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._inside = self._escaped = False
 
     def end(self, text: str, position: int) -> int | None:
-        """The place after its last character, or None when that is not in this text."""
+        """The position after its last character, or None when its end is not in this text."""
         if self._escaped and position < len(text):
             position, self._escaped = position + 1, False
         while found := (_INSIDE if self._inside else _OUTSIDE).search(text, position):

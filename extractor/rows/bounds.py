@@ -1,9 +1,10 @@
-"""What one row may cost. A row beyond it is rejected by name; memory and time stay flat.
+"""Limits on the CPU time and the memory of one row. A row that exceeds them is rejected by name.
 
-Bytes are bounded where rows are read. Rendering runs in worker processes (work.py), for a chat
-template is a program of its own: it may loop for ever, or double a text until memory is gone. A
-worker gives each row seconds of CPU, and itself an address space. What Python cannot interrupt (a
-power of huge numbers, say) the kernel ends, and with it the worker: work.py tells which row it was.
+The bytes of a record are bounded where rows are read. Rendering runs in worker processes (work.py),
+because a chat template is a program: it may loop for ever, or double a text until memory runs out.
+A worker gives each row a number of CPU seconds, and limits its own address space. Python cannot
+interrupt some operations (a power of huge numbers, for example). The kernel then ends the worker,
+and work.py finds out which row caused it.
 """
 
 import resource
@@ -15,24 +16,32 @@ from types import FrameType
 
 from extractor.rows.records import BadRow
 
-ROW_BYTES = 16 << 20  # of a record as it is read: ids and mask of a million tokens are 10 MB
-TEXT_BYTES = 4 << 20  # of a rendered row, or more where the model's context is longer
+# Bytes of a record as it is read: ids and mask of a million tokens are about 10 MB.
+ROW_BYTES = 16 << 20
+# Bytes of UTF-8 of a rendered row; BYTES_PER_TOKEN raises it for a model with a long context.
+TEXT_BYTES = 4 << 20
 BYTES_PER_TOKEN = 8
-ROW_SECONDS = 15.0  # of CPU; the longest rows take about five
-PROBE_SECONDS = 5.0  # of CPU, for each short conversation that a template is learned from
-WORKER_BYTES_PER_BYTE = 384  # of address space, beyond what the worker has when it begins; the
-
-# longest rows take 250, of many tokens
+# CPU seconds of one row; the longest rows take about five.
+ROW_SECONDS = 15.0
+# CPU seconds of each short conversation from which a template is learned.
+PROBE_SECONDS = 5.0
+# Bytes of address space per byte of rendered text, beyond what the worker has when the limit is set.
+# The rows with the most tokens take about 250.
+WORKER_BYTES_PER_BYTE = 384
+# A context manager that limits the CPU seconds of what runs inside it.
 Guard = Callable[[float], AbstractContextManager[None]]
 
 
 class _Late(BaseException):
-    """No template can catch it, and no `except Exception` of ours."""
+    """The CPU seconds of a row are used up.
+
+    It is a BaseException, so that neither a template nor an `except Exception` catches it.
+    """
 
 
 @contextmanager
 def unbounded(_: float) -> Generator[None]:
-    """For a process that runs templates of its own. Raises BadRow ("too_large")."""
+    """A Guard without a time limit. Raises BadRow ("too_large") when memory runs out."""
     try:
         yield
     except MemoryError:
@@ -41,11 +50,13 @@ def unbounded(_: float) -> Generator[None]:
 
 @contextmanager
 def cpu_bounded(seconds: float) -> Generator[None]:
-    """At most so many seconds of CPU in this process, whose main thread this is; after three times
-    as many, in code that cannot be interrupted, the process dies of SIGVTALRM.
+    """Allow at most this many CPU seconds inside the context. Call it from the main thread only.
+
+    SIGPROF raises an exception when the seconds are used up. Code that cannot be interrupted goes
+    on, and after three times as many seconds SIGVTALRM ends the process.
 
     Raises:
-        BadRow: "too_slow", or "too_large" when memory ran out.
+        BadRow: "too_slow", or "too_large" when memory runs out.
     """
     signal.signal(signal.SIGPROF, _raise_late)
     signal.setitimer(signal.ITIMER_VIRTUAL, 3 * seconds)
@@ -83,7 +94,7 @@ def too_many_bytes(what: str) -> BadRow:
 
 
 def check_length(text: str, most: int) -> None:
-    """Raises BadRow for a text of more than so many bytes of UTF-8."""
+    """Raises BadRow for a text of more than `most` bytes of UTF-8."""
     length = (
         len(text)
         if text.isascii() or len(text) > most
@@ -94,12 +105,16 @@ def check_length(text: str, most: int) -> None:
 
 
 def most_text(context_length: int) -> int:
-    """Bytes of UTF-8 that a rendered row may have."""
+    """How many bytes of UTF-8 a rendered row may have; context_length is in tokens."""
     return max(TEXT_BYTES, BYTES_PER_TOKEN * context_length)
 
 
 def bound_memory(text_bytes: int) -> None:
-    """Give this process as much more as the longest row may need. text_bytes: of that row."""
+    """Limit this process to its present address space and what the longest row may need.
+
+    Args:
+        text_bytes: bytes of the longest rendered row.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     wanted = pages * resource.getpagesize() + WORKER_BYTES_PER_BYTE * text_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,4 +1,4 @@
-"""An assistant's tool calls and a row's tools, as chat templates take them."""
+"""Brings an assistant's tool calls and a row's tools into the form that chat templates take."""
 
 import json
 import math
@@ -6,16 +6,22 @@ from typing import Any
 
 from extractor.rows.records import BadRow, Message, kind_of
 
-# Under which writers of data put a call's values. Templates read the first name alone.
+# The keys under which data sets put the values of a call. Templates read only the first one.
 ARGUMENTS = ("arguments", "parameters", "args", "input", "params", "kwargs")
 
-# What a call may have beside its name and its values.
+# The keys that a call may have beside its values. Another key may hold values that would be lost.
 DETAILS = frozenset({"id", "type", "index", "name", "function", "call_id", "tool_call_id"})
 
 
 def tool_calls(calls: Any) -> list[Message]:
-    """Each with a name and an object as `arguments`, beside `id` and `type` or inside a `function`
-    as it came. Raises BadRow."""
+    """The calls, each with a name and an object as `arguments`.
+
+    Name and arguments stand inside a `function` object where the row has one, else beside `id` and
+    `type`.
+
+    Raises:
+        BadRow: calls is not a list, or a call has no name or no readable values.
+    """
     if not isinstance(calls, list):
         raise BadRow("bad_tool_calls", f"tool_calls is {kind_of(calls)}: wanted a list")
     return [_call(call, f"tool_calls[{number}]") for number, call in enumerate(calls)]
@@ -38,13 +44,16 @@ def _call(given: Any, place: str) -> Message:
 
 
 def _without_values(part: Message) -> Message:
-    """Nulls inside are of a container that fills in missing keys, too."""
+    """A part of a call without its values and without nulls, which some containers fill in."""
     return {key: without_nulls(value) for key, value in part.items() if key not in ARGUMENTS}
 
 
 def _values(parts: list[Message], place: str) -> dict[str, Any]:
-    """The one object that the call's values are. Raises BadRow where there are two, or where
-    values may stand under a name that is not known here."""
+    """The object that holds the call's values; empty when the call has none.
+
+    Raises:
+        BadRow: two keys hold different values, or values may stand under an unknown key.
+    """
     found = {key: part[key] for part in reversed(parts) for key in ARGUMENTS if key in part}
     read = {key: _object(value, f"{place}.{key}") for key, value in found.items()}
     if not read:
@@ -85,8 +94,14 @@ def _finite(value: Any) -> bool:
 
 
 def tools(value: Any) -> list[dict[str, Any]] | None:
-    """JSON schemas, or None. In JSON text a null stands as it was written; in objects it is a
-    missing key that Parquet or Arrow filled in. Raises BadRow."""
+    """The row's tools as JSON schemas, or None.
+
+    When the tools are a JSON text, a null in it is kept, because somebody wrote it. When they are
+    objects, a null counts as an absent key, because Parquet and Arrow fill in missing keys.
+
+    Raises:
+        BadRow: the value is not a list of objects.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -102,7 +117,7 @@ def tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the keys that hold null, however deep. An item of a list stays."""
+    """The value without the keys that hold null, at every depth. A null in a list is kept."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The date that chat templates print: one day for all that is ever prepared for a folder."""
+"""The date that chat templates print. An output folder keeps one day for all its prepared rows."""
 
 import datetime
 from dataclasses import dataclass
@@ -8,7 +8,11 @@ NAME = "strftime_now"  # transformers' name for the function by which templates 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """strftime_now of one day, at midnight. day: as 2026-01-31."""
+    """A strftime_now function that always answers with midnight of one day.
+
+    Attributes:
+        day: an ISO date, such as "2026-01-31".
+    """
 
     day: str
 
@@ -17,7 +21,7 @@ class Clock:
         return cls(datetime.date.today().isoformat())
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no day."""
+        """Raises ValueError when day is not an ISO date."""
         datetime.date.fromisoformat(self.day)
 
     def __call__(self, format: str) -> str:

@@ -1,5 +1,8 @@
-"""Bytes of a file, decompressed, in blocks and in lines of a bounded length: a small file that
-decompresses to a huge one, or to one line that is huge, takes no more memory than any other."""
+"""Reads a file, decompressed, in blocks and in lines of a bounded length.
+
+So a small file that decompresses to a huge one, or to one huge line, takes no more memory than any
+other file.
+"""
 
 import gzip
 import io
@@ -15,24 +18,32 @@ from extractor.rows.bounds import ROW_BYTES, too_many_bytes
 from extractor.rows.records import BadRow
 
 BLOCK = 1 << 20
-SLICE = 256  # compressed bytes given to zstd at a time: they can become 8 MB, and 1 MiB 32 GB
+# Compressed bytes that zstd is given at a time: 256 can become 8 MB, and 1 MiB can become 32 GB.
+SLICE = 256
 UNREADABLE = (OSError, EOFError, zlib.error, zstandard.ZstdError)
 
 
 @contextmanager
 def opened(path: Path, compression: str) -> Generator[Any]:
-    """A binary file to read, decompressed; compression: .gz, .zst or nothing."""
+    """A binary file, opened for reading and decompressed.
+
+    Args:
+        compression: ".gz", ".zst" or "".
+    """
     with gzip.open(path) if compression == ".gz" else path.open("rb") as handle:
         yield io.BufferedReader(_ZstdReader(handle), BLOCK) if compression == ".zst" else handle
 
 
 def lines(handle: Any) -> Iterator[tuple[int, bytes | BadRow]]:
-    """(number, line) of each line that is not blank, split at newlines alone; of one that is too
-    long, or where the file cannot be read on, why."""
+    """(number from 1, line) of each line that is not blank. Only a newline ends a line.
+
+    Instead of the line, a BadRow stands for a line that is too long, and for the place from which
+    the file cannot be read.
+    """
     number, parts, size = 1, list[bytes](), 0
     try:
         while block := handle.read(BLOCK):
-            if not size and block.isspace():  # a file may hold millions of blank lines
+            if not size and block.isspace():  # fast path: a file may hold millions of blank lines
                 number += block.count(b"\n")
                 continue
             *ends, rest = block.split(b"\n")
@@ -61,8 +72,10 @@ def why(error: BaseException) -> str:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompressed bytes of a .zst file. zstandard's own stream reader takes a cut file for a whole
-    one; this one raises EOFError."""
+    """Decompressed bytes of a .zst file. Raises EOFError for a file that is cut off.
+
+    zstandard's own stream reader takes a file that is cut off for a complete one.
+    """
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -84,6 +97,7 @@ class _ZstdReader(io.RawIOBase):
 
     def _more(self) -> bytes:
         """The next decompressed bytes; empty at the end of the file. Raises EOFError, ZstdError."""
+        # A .zst file may hold several frames. Bytes that follow the end of one begin the next.
         while True:
             piece = self._stream.unused_data if self._stream.eof else b""
             piece = piece or self._next_slice()

@@ -1,6 +1,6 @@
-"""A few records to samples and refusals: what one worker does with one chunk.
+"""Converts a chunk of records into samples and refusals. This is the work of one worker process.
 
-Everything here can run in a spawned process, is given plain values, and holds no file.
+Everything here takes plain values and holds no open file, so it can run in a worker process.
 """
 
 import json
@@ -34,15 +34,15 @@ from extractor.rows.records import BadRow, Limits, RawRow, Supervise, Turns
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """All that turns a record into samples. Travels to the workers as it is.
+    """Everything that decides how a record becomes samples. It is pickled and sent to the workers.
 
     Attributes:
-        tokenizer: a fast tokenizer, serialized; None for one that only Python can run.
-        tokenizer_path: where to load that one from.
+        tokenizer: a fast tokenizer, serialized; None for a tokenizer that only Python can run.
+        tokenizer_path: the folder from which the Python tokenizer is loaded.
         templates: chat templates by name: "default", and "tool_use" for rows with tools.
         variables: what a template is given besides the row.
         special_tokens, eos: the tokenizer's special tokens, as text.
-        added_tokens: those and the others that it has beside its vocabulary.
+        added_tokens: all tokens that the tokenizer has beside its vocabulary, special or not.
     """
 
     tokenizer: str | None = field(repr=False)
@@ -62,18 +62,20 @@ NO_END = (
     "the chat template ends an assistant turn by no token: what is supervised ends with its last "
     "character"
 )
-LEARNED = 32  # templates with a row's own variables, kept
+LEARNED = 32  # how many pairs of a template and a row's own variables are cached
 READ_OF_MESSAGES = frozenset({"role", "content", "tool_calls", REASONING})
 READ_OF_TOOLS = READ_OF_MESSAGES | {"tool_call_id", "name", "id"}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a chunk of records: every one is in at least one of the two lists.
+    """The result of a chunk of records. Each record has an entry in at least one of the two lists.
 
     Attributes:
-        unread: of keys in the rows that nothing reads, in how many rows they are.
-        remarks: what is to be said once of the template or the rows, and of how many samples.
+        rows: number of records in the chunk.
+        unread: keys that nothing reads, with the number of rows that have them.
+        remarks: messages about the template or the rows that are shown once, with the number of
+            samples that they apply to.
     """
 
     rows: int
@@ -85,7 +87,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draft:
-    """A text on its way to the tokenizer; marked: bool [n] characters, or None for all."""
+    """A text that waits for the tokenizer.
+
+    Attributes:
+        marked: bool [n], one value per character: whether it is supervised. None marks all.
+    """
 
     raw: RawRow
     id: str
@@ -111,8 +117,11 @@ class Converter:
         return _encoder(self.rules)
 
     def learn(self) -> None:
-        """Everything that rows of text need, before the first of them. Raises UsageError for a
-        template that is no Jinja."""
+        """Load and learn, ahead of the first row, everything that rows of text need.
+
+        Raises:
+            UsageError: a template is not valid Jinja.
+        """
         _ = self._encoder
         for name in self.rules.templates:
             try:
@@ -121,14 +130,14 @@ class Converter:
                 raise UsageError(
                     f"the chat template, line {error.lineno}: {printable(str(error.message))}"
                 ) from error
-            except BadRow:  # what is wrong with it is said of each row
+            except BadRow:  # each row that uses the template is rejected with this reason
                 continue
 
     def shape(self, name: str = "default") -> TurnShape:
         return self._learned(name, {})[1]
 
     def renders(self, rows: Iterable[RawRow]) -> bool:
-        """Whether one of them has text, which a template or a tokenizer is to work on."""
+        """Whether at least one of the rows has text, which needs the template or the tokenizer."""
         for raw in rows:
             try:
                 if not isinstance(normalise(_parse(raw.data)), Pretokenized):
@@ -168,6 +177,7 @@ class Converter:
                 refuse(raw, row_id, 0, bad)
             except RecursionError:
                 refuse(raw, row_id, 0, BadRow("too_deep", "objects are nested too deeply"))
+        # All texts of the chunk are encoded in one batch.
         for draft, encoded in self._encode(drafts):
             try:
                 if isinstance(encoded, BadRow):
@@ -185,7 +195,7 @@ class Converter:
         return outcome
 
     def _unread(self, talk: Conversation) -> set[str]:
-        """Keys that neither we nor the template read, in words."""
+        """Keys that neither this program nor the template reads, as words for a message."""
         names = self._template(talk)[0].names
         found = set(talk.unread)
         found |= {f"chat_template_kwargs {key}" for key in talk.variables.keys() - names}
@@ -260,8 +270,12 @@ class Converter:
         return self._learned(name, talk.variables)
 
     def _learned(self, name: str, variables: Mapping[str, Any]) -> tuple[ChatTemplate, TurnShape]:
-        """A template with a row's own variables over those of all rows, and its shape. Raises
-        BadRow, each time, when it does not end on a short conversation."""
+        """A template, with a row's own variables over those of all rows, and its TurnShape.
+
+        Raises:
+            BadRow: the template does not end even on a short conversation. The failure is cached as
+                well, so that each row with these variables gets it at no cost.
+        """
         key = json.dumps([name, variables], sort_keys=True, default=repr)
         if key not in self._templates:
             self._templates[key] = self._learn(name, variables)
@@ -293,7 +307,7 @@ class Converter:
             found = self._encoder.encode([draft.text for draft in drafts])
             yield from zip(drafts, found, strict=True)
         except BadRow:
-            for draft in drafts:  # one of them: say which
+            for draft in drafts:  # encoding them one by one tells which text is refused
                 try:
                     yield draft, self._encoder.encode([draft.text])[0]
                 except BadRow as bad:
@@ -302,7 +316,11 @@ class Converter:
     def _piece(
         self, raw: RawRow, row_id: str, turn: int, ids: np.ndarray, mask: np.ndarray
     ) -> Piece:
-        """Raises BadRow where a limit says so. Takes ids of any integer dtype."""
+        """The ids (any integer dtype, [T]) and the mask [T] as a Piece, cut to --max-length.
+
+        Raises:
+            BadRow: the sample breaks a limit.
+        """
         limits = self.rules.limits
         count = len(ids)
         if not count:
@@ -345,7 +363,7 @@ class Converter:
 
 
 def identified(raw: RawRow) -> str:
-    """The row's id, as well as it can be told."""
+    """The row's own id, or its number when the row cannot be parsed."""
     try:
         return record_id(_parse(raw.data), raw.number)
     except (BadRow, RecursionError):

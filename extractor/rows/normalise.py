@@ -1,6 +1,6 @@
-"""A record of any accepted shape to one of three things: a conversation, ids with a mask, or text.
+"""Turns a record of any accepted shape into a conversation, ids with a mask, or text.
 
-Shapes, in the order in which they are looked for:
+The shapes, in the order in which they are looked for:
 
 1. `input_ids`, with `loss_mask` (0/1) or `labels` (-100 where not supervised).
 2. `messages` (`role`/`content`) or `conversations` (`from`/`value`); a message may use either pair
@@ -8,9 +8,10 @@ Shapes, in the order in which they are looked for:
 3. `prompt` and `response` (or `completion`).
 4. `text`, already rendered.
 
-A key that holds null is a key that is not there. What a message thinks stands under one key
-afterwards, whatever it was called. Keys that nothing reads are noted (`unread`). Two answers to
-one question (both `messages` and `conversations`, say) are refused, never chosen between.
+A key that holds null counts as absent. The reasoning of a message is moved to one key, REASONING,
+whatever its key is in the record. Keys that nothing reads are listed in `unread`. A record that
+gives the same thing twice (both `messages` and `conversations`, for example) is refused, because a
+choice between the two would be a guess.
 """
 
 import json
@@ -52,15 +53,16 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as a chat template takes them.
+    """Messages in the form that a chat template takes.
 
     Attributes:
-        messages: each with `role` and a text `content`; an assistant's `tool_calls` have objects
-            as arguments.
+        messages: each with `role` and a text `content`; the `tool_calls` of an assistant have
+            objects as arguments.
         tools: JSON schemas, or None.
-        unweighted: numbers of the messages that say of themselves that they are not supervised.
-        variables: what the row's `chat_template_kwargs` give the template.
-        unread: keys of the row that nothing here reads, and switches that cannot be obeyed.
+        unweighted: numbers of the messages whose own switch says that they are not supervised.
+        variables: the row's `chat_template_kwargs`, which the template is given.
+        unread: keys of the row that nothing in this module reads, and switches that cannot be
+            obeyed.
     """
 
     messages: list[Message]
@@ -77,7 +79,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pretokenized:
-    """ids int64 [T], and mask uint8 [T] or None when the record has none."""
+    """A record that is tokenized already.
+
+    Attributes:
+        ids: int64 [T].
+        mask: uint8 [T], or None when the record has no mask.
+    """
 
     ids: np.ndarray
     mask: np.ndarray | None
@@ -92,7 +99,7 @@ Normalised = Conversation | Pretokenized | PlainText
 
 
 def record_id(record: Mapping[str, Any], number: int) -> str:
-    """The record's own `id` or `conversation_id` as text; its number when it has none."""
+    """The record's own `id` or `conversation_id` as text, or its number when it has neither."""
     for key in IDS:
         value = record.get(key)
         if isinstance(value, str | int | float) and value != "":
@@ -101,7 +108,7 @@ def record_id(record: Mapping[str, Any], number: int) -> str:
 
 
 def normalise(record: Mapping[str, Any]) -> Normalised:
-    """Raises BadRow."""
+    """The record as one of the three things above. Raises BadRow for a record of no known shape."""
     given = {key for key, value in record.items() if value is not None}
     given -= row_switches(record)
     talk = sorted(given & {"messages", "conversations"})
@@ -152,7 +159,7 @@ def _pretokenized(record: Mapping[str, Any]) -> Pretokenized:
 def _integers(value: Any, key: str) -> list[int]:
     values = _listed(value, key)
     for position, item in enumerate(values):
-        if type(item) is not int:  # bool is an int to Python, and 6.0 equals 6: neither is an id
+        if type(item) is not int:  # in Python True is an int and 6.0 == 6; neither is an id
             raise BadRow(
                 "bad_ids", f"{key}[{position}] is {kind_of(item)} {short(item)}: wanted an integer"
             )
@@ -247,7 +254,11 @@ READ_BESIDE = ("system", "tools", "chat_template_kwargs")
 
 
 def _variables(value: Any) -> dict[str, Any]:
-    """What a row gives its template, as TRL and the servers of models read it."""
+    """The row's chat_template_kwargs as an object, the way TRL and model servers read them.
+
+    Raises:
+        BadRow: they are not an object, or hold something that the row itself gives.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -265,7 +276,7 @@ def _variables(value: Any) -> dict[str, Any]:
 
 
 def _message(message: Any) -> tuple[Message, bool | None]:
-    """(the message with `role`, `content` and no nulls, whether it says to be learned from)."""
+    """(the message with `role`, `content` and no nulls, the value of its own switch or None)."""
     if not isinstance(message, dict):
         raise BadRow("bad_messages", f"is {kind_of(message)}: wanted an object")
     clean: Message = {str(key): value for key, value in message.items() if value is not None}
@@ -292,7 +303,7 @@ def _message(message: Any) -> tuple[Message, bool | None]:
 
 
 def _one_reasoning(message: Message) -> None:
-    """What an assistant thinks, under the one key REASONING."""
+    """Move an assistant's reasoning to the key REASONING. Raises BadRow for two that differ."""
     found: dict[str, str] = {}
     for key in REASONING_KEYS:
         if key in message:
@@ -307,7 +318,7 @@ def _one_reasoning(message: Message) -> None:
 
 
 def _thought_parts(message: Message, content: Any) -> Any:
-    """A list of parts that begins with thoughts, without them: they become reasoning."""
+    """Content without the reasoning parts at its beginning, which move to the key REASONING."""
     if not isinstance(content, list):
         return content
     thoughts: list[str] = []

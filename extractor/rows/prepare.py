@@ -1,7 +1,8 @@
-"""Rows to a prepared store beside the output, or the store that is already there.
+"""Prepares rows: writes a prepared store in the output folder, or opens the one that is there.
 
-Nothing is left on disk unless the whole input is good, or its bad rows were allowed for: the store
-is written under a temporary name, next to the output as long as that does not exist, and renamed.
+The store is written under a temporary name and renamed when it is complete. So nothing is left on
+disk unless the whole input is good or --bad-rows allows its bad rows. While the output folder does
+not exist, the temporary folder stands in the nearest parent folder that does.
 """
 
 import contextlib
@@ -30,11 +31,12 @@ from extractor.rows.records import FILTERS
 from extractor.rows.tokenizer import load_rules, prints_date
 from extractor.rows.work import outcomes
 
-RULES_VERSION = "2"  # goes up when the same row may get other ids or another mask
+# This number goes up when a change of the code may give the same row other ids or another mask.
+RULES_VERSION = "2"
 FOLDER = "prepared"
 TEMPORARY = ".preparing-"
-SHOWN = 20
-LONGEST_ID = 200  # characters of an id in a message
+SHOWN = 20  # bad rows, and unread keys, that a message lists
+LONGEST_ID = 200  # characters of an id or a key that a message shows
 Report = Callable[[str], None]
 Progress = Callable[[int, int | None], None]
 
@@ -42,17 +44,16 @@ Progress = Callable[[int, int | None], None]
 def prepare(
     config: DataConfig, model: ModelSpec, report: Report, progress: Progress | None = None
 ) -> PreparedStore:
-    """Read, render, tokenize and mask every row, or open the store kept beside the output when its
-    key matches.
+    """Read, render, tokenize and mask every row, or open a store of the output with the same key.
 
     Args:
-        report: takes lines for a person.
-        progress: takes (rows done, rows in all or None).
+        report: is called with each line for the user.
+        progress: is called with (rows done, all rows or None when their number is unknown).
 
     Raises:
-        UsageError: flags or input that cannot be used; nothing is left on disk. With --bad-rows
-            fail it names every bad row (the first 20, and how many more). Also when there are no
-            rows, or not one became a sample.
+        UsageError: the flags or the input cannot be used, there are no rows, or no row became a
+            sample. With --bad-rows fail the message lists the first 20 bad rows and how many more
+            there are. Nothing is left on disk.
         RunError: the disk failed, or a worker process died.
     """
     check(config, model)
@@ -79,7 +80,8 @@ def prepare(
         tally = _fill(folder, config, sources, rules, made_from, progress)
         _report_unread(tally, report)
         _refuse_bad_rows(config, tally)
-        # Tokenizing may have taken hours, and a store that a power cut emptied would be in the way.
+        # Tokenizing may take hours, so the files are synced before the store gets its name: a power
+        # cut after the rename would otherwise leave a store of empty files.
         for file in (*folder.iterdir(), folder):
             sync_path(file)
         return _publish(folder, config.output / FOLDER / key[:16], report)
@@ -99,7 +101,7 @@ def check(config: DataConfig, model: ModelSpec) -> None:
 def digest_parts(
     config: DataConfig, model: ModelSpec, rules: Rules, inputs: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
-    """What decides ids and masks, by the name that a refusal would call it."""
+    """Everything that decides ids and masks, under the name that a message uses for it."""
     files = [f"{Path(facts['path']).suffix}:{facts['digest']}" for facts in inputs]
     templates = "\n".join(f"{name}:{text}" for name, text in sorted(rules.templates.items()))
     code = identity.code_digest(model.path) if config.trust_remote_code else ""
@@ -126,11 +128,14 @@ def digest_parts(
 
 
 def _clock(output: Path, kept: Sequence[PreparedStore]) -> Clock:
-    """The day on which the folder's first rows were prepared, where their template prints it; else
-    today. A run remembers it when what was prepared for it is gone."""
+    """The date that the template prints: the one this output folder already has, else today.
+
+    Kept stores are asked first. run.json has the date as well, for a folder whose prepared store was
+    removed.
+    """
     days = [store.parts.get("date") for store in kept]
     for path in run_json.paths(output):
-        with contextlib.suppress(UsageError, RunError):  # who goes on there says what is damaged
+        with contextlib.suppress(UsageError, RunError):  # the run itself reports a damaged run.json
             run = run_json.read(path)
             days.append(run.parts.get("data: date") if run else None)
     for day in filter(None, days):
@@ -140,14 +145,14 @@ def _clock(output: Path, kept: Sequence[PreparedStore]) -> Clock:
 
 
 def stores_in(output: Path) -> list[PreparedStore]:
-    """The whole stores beside an output, in name order."""
+    """The complete stores of an output folder, in name order."""
     found: list[PreparedStore] = []
     for info in sorted((output / FOLDER).glob(f"*/{INFO}")):
         if info.parent.name.startswith(TEMPORARY):
             continue
         try:
             found.append(PreparedStore.open(info.parent))
-        except RunError:  # of another version, or damaged: as good as not there
+        except RunError:  # a store of another version, or a damaged one, counts as absent
             continue
     return found
 
@@ -155,7 +160,7 @@ def stores_in(output: Path) -> list[PreparedStore]:
 def _refuse_other_run(
     output: Path, kept: Sequence[PreparedStore], parts: Mapping[str, str]
 ) -> None:
-    """A folder with a run in it is not given the rows of another run."""
+    """Raises UsageError when the output folder holds a run of other samples."""
     if not kept or not run_json.paths(output):
         return
     changes = min((changed_parts(store.parts, parts) for store in kept), key=len)
@@ -165,7 +170,7 @@ def _refuse_other_run(
 
 
 def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """What differs between two digests' parts, for a message."""
+    """The parts that differ between two digests, as words for a message."""
     names = [*before, *(name for name in after if name not in before)]
     return [
         f"{name} ({before.get(name, 'absent')} -> {after.get(name, 'absent')})"
@@ -175,7 +180,7 @@ def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
 
 
 class _Tally:
-    """Bad rows: the first few, and how many."""
+    """Counts of rows, samples and rejections, and the text of the first SHOWN bad rows."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -210,7 +215,10 @@ class _Tally:
 
 
 def _report_unread(tally: _Tally, report: Report) -> None:
-    """One line for all keys that nothing reads, so that a switch in one of them is not missed."""
+    """Report the remarks, and one line that lists all keys that nothing reads.
+
+    The user can see there when such a key was meant to have an effect.
+    """
     for remark in tally.remarks:
         report(remark)
     if tally.unread:
@@ -226,7 +234,7 @@ def _report_unread(tally: _Tally, report: Report) -> None:
 
 
 def _refuse_bad_rows(config: DataConfig, tally: _Tally) -> None:
-    """Raises UsageError for bad rows that were not allowed for, and when there is no sample."""
+    """Raises UsageError for bad rows with --bad-rows fail, and when there is no sample at all."""
     if config.bad_rows == "fail" and tally.bad:
         more = [f"  ... and {tally.bad - SHOWN:,} more"] if tally.bad > SHOWN else []
         raise UsageError(
@@ -291,7 +299,7 @@ def _fill(
 def _expected_rows(
     config: DataConfig, sources: Sequence[Source], inputs: Sequence[Mapping[str, Any]]
 ) -> int | None:
-    """How many rows there will be, or None; lines are counted as rows here."""
+    """How many rows there are, for the progress bar; None when unknown. Blank lines count as rows."""
     newlines = {facts["path"]: facts["newlines"] for facts in inputs}
     total = 0
     for source in sources:
@@ -306,8 +314,14 @@ def _expected_rows(
 
 @contextmanager
 def _temporary_folder(output: Path) -> Generator[Path]:
-    """A folder on the output's file system that is removed at the end, with every folder made for
-    it, unless it was renamed. Raises UsageError when it cannot be made."""
+    """A folder near the output, so that it can be renamed into it.
+
+    At the end it is removed unless it was renamed, and so is a parent folder made for it that is
+    empty.
+
+    Raises:
+        UsageError: the folder cannot be made.
+    """
     output = output.expanduser().absolute()
     place = output / FOLDER if output.is_dir() else next(p for p in output.parents if p.is_dir())
     prefix = TEMPORARY if output.is_dir() else f".{output.name}{TEMPORARY}"
@@ -328,7 +342,7 @@ def _temporary_folder(output: Path) -> Generator[Path]:
 
 
 def _remove_leftovers(place: Path, prefix: str) -> None:
-    """Folders of processes of this machine that were killed."""
+    """Remove the temporary folders of processes on this machine that do not run any more."""
     mine = f"{prefix}{socket.gethostname()}-"
     for folder in place.glob(f"{mine}*"):
         pid = folder.name.removeprefix(mine)
@@ -337,7 +351,11 @@ def _remove_leftovers(place: Path, prefix: str) -> None:
 
 
 def _publish(folder: Path, target: Path, report: Report) -> PreparedStore:
-    """Rename the whole store into place; where another job was faster, its store is the same."""
+    """Rename the complete store into place and open it.
+
+    When another job has put a store there first, that one is used: the name is the digest, so both
+    hold the same samples.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if not _is_whole(target):
@@ -360,7 +378,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def describe(store: PreparedStore) -> str:
-    """One line: rows read, samples, tokens, and what was rejected and why."""
+    """One line for the user: counts of rows, samples and tokens, and of rejections by reason."""
     counts = store.summary()
     text = (
         f"{counts['rows']:,} rows read = {counts['rows_sampled']:,} used + "

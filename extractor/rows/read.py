@@ -1,16 +1,16 @@
-"""Files, folders and hub datasets to records, one at a time: nothing here holds a whole file.
+"""Reads records, one at a time, from files, folders and hub datasets. Nothing holds a whole file.
 
 | container | read as |
 | --- | --- |
-| .jsonl .ndjson, .gz and .zst of them | a record a line, split at \\n alone; not the blank ones |
-| .json, .gz and .zst of it | an array, or a record a line |
-| .parquet | a record a row |
+| .jsonl .ndjson, .gz and .zst of them | one record per line, split at \\n only, without blank lines |
+| .json, .gz and .zst of it | an array, or one record per line |
+| .parquet | one record per row |
 | a folder with state.json or dataset_dict.json | a `save_to_disk` dataset (one split of a dict) |
-| another folder | the files above in it, in name order |
+| another folder | the files of these kinds in it, in name order |
 | owner/name, owner/name:split | a dataset of the hub, through `datasets`; split: train |
 
-Text must be UTF-8, with or without a byte order mark. A broken record becomes a RawRow that says
-so; a container that cannot be read at all raises UsageError.
+Text must be UTF-8, with or without a byte order mark. A broken record becomes a RawRow whose data is
+a BadRow. A container that cannot be read at all raises UsageError.
 """
 
 import codecs
@@ -36,13 +36,13 @@ LINE_FORMATS = (".jsonl", ".ndjson")
 FORMATS = (*LINE_FORMATS, ".json", ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]:%+-]+)?")
 
-# What this program writes: folders of an output, and files that tell one.
+# The folders of an output folder, and the files by which an output folder or a store is recognized.
 OUR_FOLDERS = ("samples", "journal", "prepared", "vocab")
 OUR_FILES = ("run.json", "run-*-of-*.json", "store.json", "prepared/*/store.json")
-ROWS = 256  # of a Parquet file or a dataset, at a time
+ROWS = 256  # rows of a Parquet file or a dataset that are read at a time
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
-# A number, a record, and for one that is no bytes about how many it takes.
+# (line from 1, record, approximate size in bytes of a parsed record, else 0)
 Record = tuple[int, bytes | dict[str, Any] | BadRow, int]
 
 
@@ -50,8 +50,8 @@ class Source(Protocol):
     """One container.
 
     Attributes:
-        name: how messages call it.
-        files: what its identity is made of, in order.
+        name: what messages call it.
+        files: the files whose bytes are its identity, in order.
     """
 
     @property
@@ -64,12 +64,16 @@ class Source(Protocol):
         ...
 
     def count(self) -> int | None:
-        """How many records, where that is known without reading them."""
+        """How many records it has, or None when that is not known without reading them."""
         ...
 
 
 def open_sources(data: Sequence[str]) -> list[Source]:
-    """What --data names, in the order given. Raises UsageError for what is missing or unknown."""
+    """The sources that --data names, in the order given.
+
+    Raises:
+        UsageError: a name is missing, of an unknown format, or cannot be read.
+    """
     check_names(data)
     sources: list[Source] = []
     for item in data:
@@ -86,13 +90,16 @@ def open_sources(data: Sequence[str]) -> list[Source]:
 
 
 def check_names(data: Sequence[str]) -> None:
-    """Raises UsageError for a name in --data that cannot be rows. Looks at names alone: nothing is
-    read, imported or asked of a hub, so that a mistyped name is told at once."""
+    """Raises UsageError for a name in --data that cannot be a source of rows.
+
+    It only looks for the names on disk. No rows are read, nothing is imported and no hub is asked,
+    so that a mistyped name is reported at once.
+    """
     for item in data:
         path = Path(item).expanduser()
         try:
             exists = path.exists()
-        except (OSError, ValueError) as error:  # a name too long, or with a NUL in it
+        except (OSError, ValueError) as error:  # the name is too long, or holds a NUL
             raise _refused(item, str(error)) from None
         if not exists and not _looks_like_hub_id(item):
             raise _refused(item, "no such file or folder")
@@ -107,7 +114,7 @@ def check_names(data: Sequence[str]) -> None:
 
 
 def _our_folder(path: Path) -> Path | None:
-    """The output folder, or prepared store, that this is or lies in."""
+    """The output folder or prepared store that this path is, or lies in; None for any other path."""
     path = path.absolute()
     for folder in (path, path.parent, path.parent.parent):
         inside = folder == path or path.relative_to(folder).parts[0] in OUR_FOLDERS
@@ -130,7 +137,7 @@ def _refused(item: object, text: str) -> UsageError:
 
 
 def read_rows(sources: Iterable[Source]) -> Iterator[RawRow]:
-    """Every record of every source, numbered from 0 across them."""
+    """Every record of every source. The numbers count from 0 across all sources."""
     number = 0
     for source in sources:
         for line, data, size in source.records():
@@ -145,7 +152,7 @@ def _looks_like_hub_id(item: str) -> bool:
 
 
 def _format(path: Path) -> tuple[str, str]:
-    """(format's suffix or "", compression's suffix or "")."""
+    """(suffix of the format or "", suffix of the compression or "")."""
     compression = path.suffix if path.suffix in COMPRESSED else ""
     kind = path.with_suffix("").suffix if compression else path.suffix
     return (kind if kind in FORMATS else "", compression)
@@ -191,7 +198,7 @@ def _refuse_utf16(path: Path, compression: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LinesSource:
-    """A record a line."""
+    """A text file with one record per line."""
 
     name: str
     files: tuple[Path, ...]
@@ -215,7 +222,7 @@ class LinesSource:
 
 @dataclass(frozen=True, slots=True)
 class JsonSource:
-    """A JSON array, read an element at a time, or a file of that name with a record a line."""
+    """A .json file: an array that is read element by element, or one record per line."""
 
     name: str
     files: tuple[Path, ...]
@@ -231,7 +238,10 @@ class JsonSource:
             yield from LinesSource(self.name, self.files, self.compression).records()
 
     def _is_array(self) -> bool:
-        """An array of records. (A file of lines that are arrays has no record in it anyway.)"""
+        """Whether the file begins with [ and is read as an array.
+
+        A file of lines that are arrays begins so too, but holds no record in any case.
+        """
         with opened(self.files[0], self.compression) as handle:
             while block := handle.read(BLOCK):
                 start = block.removeprefix(codecs.BOM_UTF8).lstrip()
@@ -256,7 +266,7 @@ class JsonSource:
 
 @dataclass(frozen=True, slots=True)
 class ParquetSource:
-    """A record a row, a row group's worth at a time."""
+    """A Parquet file with one record per row, read a few rows at a time."""
 
     name: str
     files: tuple[Path, ...]
@@ -276,7 +286,7 @@ class ParquetSource:
             yield line + 1, broken(error), 0
 
     def _batches(self) -> Iterator[Any]:
-        """A few rows at a time, fewer where they are large."""
+        """Up to ROWS rows at a time, and fewer in a row group whose rows are large."""
         file = self._open()
         for group in range(file.metadata.num_row_groups):
             facts = file.metadata.row_group(group)
@@ -284,7 +294,7 @@ class ParquetSource:
             yield from file.iter_batches(batch_size=min(rows, ROWS), row_groups=[group])
 
     def _open(self) -> Any:
-        import pyarrow.parquet  # noqa: PLC0415  (a tenth of a second that other inputs need not pay)
+        import pyarrow.parquet  # noqa: PLC0415  (costs a tenth of a second; other inputs skip it)
         from pyarrow import ArrowException  # noqa: PLC0415
 
         try:
@@ -295,7 +305,7 @@ class ParquetSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HubSource:
-    """A `datasets` dataset, from the hub or from `save_to_disk`."""
+    """A dataset of the `datasets` library, from the hub or from a `save_to_disk` folder."""
 
     name: str
     files: tuple[Path, ...]
@@ -303,15 +313,13 @@ class HubSource:
 
     @classmethod
     def load(cls, item: str) -> "HubSource":
-        """Raises UsageError when there is no such dataset."""
-        import datasets  # noqa: PLC0415  (seconds that other inputs need not pay)
+        """The hub's dataset owner/name or owner/name:split. Raises UsageError when there is none."""
+        import datasets  # noqa: PLC0415  (costs seconds; other inputs skip it)
 
         path, _, split = item.partition(":")
         try:
             dataset = datasets.load_dataset(path, split=split or "train")
-        except (
-            Exception
-        ) as error:  # datasets and the hub raise a dozen kinds, with readable messages
+        except Exception as error:  # datasets and the hub raise many types, with readable messages
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise _refused(
                 item, f"no such file or folder, and the hub did not give it: {first}"
@@ -329,8 +337,10 @@ class HubSource:
 
 
 def _arrow_records(batch: Any, line: int) -> Iterator[Record]:
-    """The rows of a batch or a table. What is null there was mostly filled in, for a struct has the
-    keys of all rows: it is a missing key, at every depth."""
+    """The rows of a batch or a table as records, without nulls at any depth.
+
+    An Arrow struct has the keys of all rows, so most of its nulls are keys that the row does not have.
+    """
     for place in range(len(batch)):
         row = batch.slice(place, 1)
         if row.nbytes > ROW_BYTES:
@@ -341,7 +351,7 @@ def _arrow_records(batch: Any, line: int) -> Iterator[Record]:
 
 
 def _saved(path: Path) -> Source:
-    """A `save_to_disk` folder; of a dict of splits, train or the only one."""
+    """A `save_to_disk` folder. Of a dict of splits it takes `train`, or the only split."""
     import datasets  # noqa: PLC0415
 
     if (path / "dataset_dict.json").is_file():
@@ -357,8 +367,12 @@ def _saved(path: Path) -> Source:
 
 
 def chosen_rows(count: int, limit: int, seed: int) -> np.ndarray:
-    """int64 [min(limit, count)], ascending: rows with the smallest keys, where a key is a row's
-    number and the seed through splitmix64. The same on every machine and version, for ever."""
+    """The numbers of the chosen rows, int64 [min(limit, count)], ascending.
+
+    They are the rows with the smallest keys. A key is the row's number and the seed, mixed by the
+    finalizer of splitmix64. It does not depend on a library's random generator, so the choice is the
+    same on every machine and in every version.
+    """
     with np.errstate(over="ignore"):
         key = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         key += np.uint64(seed % (1 << 64)) * np.uint64(0xD1342543DE82EF95)
@@ -369,7 +383,12 @@ def chosen_rows(count: int, limit: int, seed: int) -> np.ndarray:
 
 
 def selected(sources: Sequence[Source], limit: int | None, seed: int | None) -> Iterator[RawRow]:
-    """The rows to use, in order, with the numbers that they have in the whole input."""
+    """The rows to use, in order. Each keeps the number that it has in the whole input.
+
+    Args:
+        limit: how many rows, or None for all.
+        seed: None takes the first rows; a seed chooses rows from the whole input, which is read twice.
+    """
     if limit is None:
         yield from read_rows(sources)
         return

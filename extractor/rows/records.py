@@ -1,5 +1,7 @@
-"""The small records that the stages of the front end hand to each other. Nothing heavy is imported:
-worker processes start with these."""
+"""The small records that the stages of the front end pass to each other.
+
+Every worker process imports this module first, so it imports nothing heavy.
+"""
 
 import reprlib
 from dataclasses import dataclass
@@ -14,8 +16,11 @@ Message = dict[str, Any]
 
 
 class Kind(IntEnum):
-    """What a string of a message is. All but the last are what an assistant generates; a label is
-    an id or a type of a call, which a template may leave out."""
+    """What a string of a message is.
+
+    An assistant generates all kinds except OTHER. LABEL is the id or the type of a tool call, which
+    a template may leave out.
+    """
 
     CONTENT = 0
     REASONING = 1
@@ -24,7 +29,8 @@ class Kind(IntEnum):
     OTHER = 4
 
 
-# Rejections that the user's own limits ask for, or the row itself. Everything else is a bad row.
+# Reasons for which the user's limits, or the row's own switch, reject a row. A row that is rejected
+# for any other reason is a bad row, and --bad-rows decides what happens.
 FILTERS = frozenset(
     {
         "too_long", "too_short", "too_few_supervised", "nothing_supervised_after_truncation",
@@ -34,11 +40,11 @@ FILTERS = frozenset(
 
 
 class BadRow(Exception):
-    """A row, or one turn of it, that cannot become a sample.
+    """A row, or one turn of it, cannot become a sample.
 
     Args:
         reason: a short code that can be counted, such as "not_json".
-        detail: a sentence for a person: what came, what was wanted.
+        detail: a sentence for a person: what came, and what was wanted.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -49,14 +55,16 @@ class BadRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One record as its container gave it.
+    """One record as its container holds it.
 
     Attributes:
-        number: counts the records of the whole input, from 0; blank lines are not records, broken
-            lines are.
-        file, line: where it came from; in a container without lines, line counts records from 1.
-        data: a line's bytes that nobody has parsed, a parsed record, or why there is none.
-        size: bytes that it takes, about.
+        number: counts the records of the whole input, from 0. A broken line counts as a record, a
+            blank line does not.
+        file, line: where the record stands. In a container without lines, line counts records
+            from 1.
+        data: the bytes of a record that is not parsed yet, a parsed record, or the reason why there
+            is no record.
+        size: approximate number of bytes of a parsed record; 0 for bytes.
     """
 
     number: int
@@ -68,7 +76,7 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a sample's length may be, and what happens when it is not.
+    """Which lengths a sample may have, in tokens, and what happens to a sample of another length.
 
     Attributes:
         vocab_size: every id must be in [0, vocab_size).
@@ -84,7 +92,7 @@ class Limits:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a record is, in words."""
+    """The JSON type of a value of a record, in words for a message."""
     names = {
         dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null",
         int: "an integer", float: "a fraction",
@@ -93,7 +101,7 @@ def kind_of(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A value of a record, in a few characters."""
+    """A value of a record, shortened for a message."""
     return _SHORT.repr(value)
 
 

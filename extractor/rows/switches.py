@@ -1,19 +1,21 @@
-"""Keys by which a row says that a message, or all of it, is not to be learned from."""
+"""Switches: keys by which a row excludes a message, or the whole row, from training."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from extractor.rows.records import BadRow, Message, short
 
-ON = ("weight", "train", "training", "trainable", "loss")  # 0 or false: not to be learned from
-OFF = ("masked",)  # torchtune's word: true is what false is above
+ON = ("weight", "train", "training", "trainable", "loss")  # 0 or false excludes
+OFF = ("masked",)  # the key that torchtune uses; here true excludes
 
 
 def take_switch(message: Message) -> bool | None:
-    """Whether the message is to be learned from, as its own keys say, or None; takes them out.
+    """Remove the switches from a message and return their value: True when it is trained on.
+
+    Returns None when the message has no switch.
 
     Raises:
-        BadRow: a value that is neither yes nor no, or two that differ.
+        BadRow: a value is neither 0 nor 1, or two switches differ.
     """
     said: dict[str, bool] = {}
     for key in (*ON, *OFF):
@@ -28,8 +30,13 @@ def take_switch(message: Message) -> bool | None:
 
 
 def row_switches(record: Mapping[str, Any]) -> set[str]:
-    """The keys by which a whole row says yes. A weight such as 0.5 is none of them: the row is
-    used in full. Raises BadRow ("switched_off") where one says no."""
+    """The keys of a row that are switches and are on.
+
+    A weight such as 0.5 is not a switch: the row is used in full.
+
+    Raises:
+        BadRow: "switched_off", when a switch is off.
+    """
     found = {key for key in ON if _is_switch(record.get(key))}
     for key in sorted(found):
         if not record[key]:

@@ -1,4 +1,4 @@
-"""The model's tokenizer and chat template, as the plain values that worker processes need."""
+"""Loads the model's tokenizer and chat template into plain values, which worker processes need."""
 
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,23 @@ from extractor.rows.masks.render import parse_argument
 from extractor.rows.normalise import RESERVED
 from extractor.rows.records import Limits
 
-# A model folder without any of these has no tokenizer.
+# A model folder that holds none of these files has no tokenizer.
 TOKENIZER_FILES = ("tokenizer*", "*.tiktoken", "vocab.*", "*.model", "tekken.json", "*.gguf")
 
-# Joined and split by tokenizers in different ways: both of ours must agree on it.
+# Tokenizers split this text in different ways. It tells whether the `tokenizers` library alone gives
+# the same ids as the transformers tokenizer.
 PROBE = "Hello  wörld!\n\n  don't 12345 東京 🙂\tx"
 
 
 def load_rules(config: DataConfig, model: ModelSpec, clock: Clock | None = None) -> Rules:
-    """Args:
-        clock: the day that templates print, unless --template-arg strftime_now gives another.
+    """The Rules for this model and these flags.
 
-    Raises UsageError for a tokenizer or a template that cannot be read.
+    Args:
+        clock: the day that templates print, unless --template-arg strftime_now gives another. None
+            means today.
+
+    Raises:
+        UsageError: the tokenizer or the template cannot be read.
     """
     arguments = template_arguments(config)
     try:
@@ -68,8 +73,10 @@ def load_rules(config: DataConfig, model: ModelSpec, clock: Clock | None = None)
 
 
 def _no_tokenizer() -> PreTrainedTokenizerFast:
-    """For a folder of a shape alone, whose rows can only be ids: text becomes no tokens, and such a
-    row is rejected."""
+    """A tokenizer without a vocabulary, for a model folder that has no tokenizer.
+
+    Rows of ids still work with it. Text becomes no tokens, so a row of text is rejected.
+    """
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
 
 
@@ -78,7 +85,7 @@ def prints_date(rules: Rules) -> bool:
 
 
 def template_arguments(config: DataConfig) -> dict[str, Any]:
-    """--template-arg as values. Raises UsageError."""
+    """The values of --template-arg by name. Raises UsageError for an argument that the row gives."""
     arguments: dict[str, Any] = {}
     for item in config.template_arg:
         key, _, _ = item.partition("=")
@@ -111,7 +118,10 @@ def _templates(tokenizer: Any, file: Path | None) -> dict[str, str]:
 
 
 def _serialized(tokenizer: Any) -> str | None:
-    """The tokenizer for the fast library, if that alone gives the ids that the tokenizer gives."""
+    """The tokenizer as JSON for the `tokenizers` library.
+
+    None when that library alone does not give the ids that the transformers tokenizer gives.
+    """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     serialized: str = tokenizer.backend_tokenizer.to_str()

@@ -1,10 +1,11 @@
-"""Chunks of rows through a Converter, in processes of their own: chat templates, which may be
-anybody's, run in no other, and what a row costs there is bounded (bounds.py).
+"""Converts chunks of rows in worker processes.
 
-The processes are plain Python programs (worker.py) on two pipes, and not multiprocessing's: its
-spawned children import the main script again, and with it torch and all of transformers, which
-takes them longer than most inputs take to convert; and forking a process with threads or CUDA
-can hang.
+Chat templates are programs of unknown origin, so they run in worker processes only, where the CPU
+time and the memory of a row are bounded (bounds.py).
+
+A worker is a plain Python program (worker.py) with two pipes. multiprocessing is not used: its
+spawned children import the main script again, and with it torch and all of transformers, which takes
+longer than the conversion of most inputs. Forking a process that has threads or CUDA can hang.
 """
 
 import contextlib
@@ -28,21 +29,27 @@ from extractor.rows.records import BadRow, RawRow
 
 CHUNK_ROWS = 64
 CHUNK_BYTES = 1 << 20
-FEW_ROWS = 2000  # starting processes costs seconds: as long as so many rows take
-CHUNKS_AHEAD = 4  # per worker: enough that none waits, few enough that memory stays flat
+# Up to this many rows use one worker: starting more takes as long as converting the rows.
+FEW_ROWS = 2000
+# Chunks that are submitted per worker: enough that no worker waits, and a bound on memory.
+CHUNKS_AHEAD = 4
 STOP_SECONDS = 5.0
 PACKAGES = Path(__file__).parents[2]
-KEEP_SPARE = False  # for programs that convert many inputs, as tests do: workers wait for the next
+# A program that converts many inputs, such as the tests, sets KEEP_SPARE. Idle workers then stay in
+# SPARE for the next input.
+KEEP_SPARE = False
 SPARE: list["_Worker"] = []
 
 
 def outcomes(rows: Iterator[RawRow], rules: Rules, workers: int) -> Iterator[Outcome]:
-    """What becomes of each chunk, in the order of the rows. Chat templates, which may be anybody's,
-    run in worker processes alone; few rows that are ids need none.
+    """The Outcome of each chunk, in the order of the rows.
+
+    Chat templates run in worker processes only. When there are few rows, chunks that hold only ids
+    are converted in this process, so that no worker has to start.
 
     Raises:
-        UsageError: a template is no Jinja.
-        RunError: a worker process died, and no row is to blame for it.
+        UsageError: a template is not valid Jinja.
+        RunError: a worker process died, and no row is the cause.
     """
     first = list(islice(rows, FEW_ROWS + 1))
     few = len(first) <= FEW_ROWS
@@ -65,7 +72,10 @@ def outcomes(rows: Iterator[RawRow], rules: Rules, workers: int) -> Iterator[Out
 
 
 class _Crew:
-    """Worker processes, each started when there is a chunk for it, and a thread to wait for each."""
+    """Worker processes, and one thread per worker that waits for its answers.
+
+    A worker starts when a chunk is submitted and fewer than `size` workers run.
+    """
 
     def __init__(self, rules: Rules, size: int) -> None:
         self.size = size
@@ -97,7 +107,8 @@ class _Crew:
                 return _refused(chunk[0], died)
         finally:
             self._idle.put(worker)
-        return _together(self._convert([row]) for row in chunk)  # one of them: find out which
+        # One row of the chunk ended the process. Converting them one by one tells which.
+        return _together(self._convert([row]) for row in chunk)
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
         worker.close()
@@ -134,7 +145,7 @@ def _together(parts: Iterable[Outcome]) -> Outcome:
 
 
 class _DiedError(Exception):
-    """A worker process ended by itself. at_rules: before it had a row."""
+    """A worker process ended by itself. at_rules: it ended while it read the rules, before any row."""
 
     def __init__(self, text: str, at_rules: bool) -> None:
         super().__init__(text)
@@ -142,11 +153,11 @@ class _DiedError(Exception):
 
 
 class _Worker:
-    """A process that converts chunks, one after another. Pickles go over its pipes only.
+    """A process that converts one chunk after another. Pickles travel over its pipes only.
 
     Attributes:
-        rules: to be told before the next chunk, or None when it knows them.
-        answers: it owes no answer, and so can go on with other rules.
+        rules: rules to send before the next chunk, or None when the process has them already.
+        answers: every request is answered, so the process can be used again with other rules.
     """
 
     def __init__(self) -> None:
@@ -167,9 +178,10 @@ class _Worker:
         self.answers = True
 
     def convert(self, chunk: list[RawRow]) -> Outcome:
-        """Raises UsageError for rules that cannot be used, and _DiedError when the process is
-        gone."""
-        if self.rules is not None:  # sent from a thread: a pipe takes less than they hold
+        """Raises UsageError for rules that cannot be used, and _DiedError when the process ended."""
+        # The rules are sent here, in the worker's own thread: a pipe's buffer is smaller than they
+        # are, so the write waits for the process.
+        if self.rules is not None:
             refusal = self._asked(self.rules, at_rules=True)
             if refusal is not None:
                 raise UsageError(refusal)
@@ -189,7 +201,11 @@ class _Worker:
         return answer
 
     def _end(self) -> str:
-        """How the process ended, in words. Raises RunError where that is nobody's template."""
+        """How the process ended, in words.
+
+        Raises:
+            RunError: SIGKILL or SIGTERM ended it, which no template does.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(STOP_SECONDS)
             if code in (-signal.SIGKILL, -signal.SIGTERM):
@@ -203,9 +219,9 @@ class _Worker:
         return "it answers no more"
 
     def close(self) -> None:
-        """Ends the process, at once if it is in the middle of a chunk."""
+        """Kill the process, also in the middle of a chunk: it holds nothing but memory."""
         if self._process.poll() is None:
-            self._process.kill()  # it holds nothing but memory
+            self._process.kill()
         self._process.wait(STOP_SECONDS)
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):

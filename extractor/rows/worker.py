@@ -1,6 +1,9 @@
-"""`python -m extractor.rows.worker`: Rules and then chunks of rows on standard input; on standard
-output None (or why the rules cannot be used) and then what became of each chunk; as pickles, until
-the input ends. Started by work.py alone."""
+"""The worker process, `python -m extractor.rows.worker`. Only work.py starts it.
+
+It reads pickles from standard input until the input ends, and writes one pickle per request to
+standard output. A Rules object is answered with None, or with a message when the rules cannot be
+used. A chunk of rows is answered with its Outcome.
+"""
 
 import os
 import pickle
@@ -14,9 +17,12 @@ from extractor.rows.converter import Converter, Rules
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole group; the parent decides
+    # Ctrl-C reaches the whole process group. The parent decides when a worker ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Standard output is replaced by standard error, so that text which a library prints does not
+    # get between the pickles.
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not end up among the answers
+    os.dup2(2, 1)
     requests = sys.stdin.buffer
     converter: Converter | None = None
     while True:
@@ -35,9 +41,11 @@ def main() -> None:
 
 
 def _learned(converter: Converter) -> str | None:
-    """Why the rules cannot be used, or None."""
+    """A message that says why the rules cannot be used, or None."""
     most = most_text(converter.rules.limits.context_length)
-    bound_memory(most)  # what a template takes while it is learned counts as well
+    # The limit also holds while the template is learned. It is set again afterwards, because it
+    # counts from the memory that the process then has.
+    bound_memory(most)
     try:
         converter.learn()
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""From a conversation to ids and a mask: render, trace what the template wrote, encode.
+"""Turns a conversation into ids and a mask: render it, trace each character, encode the text.
 
-Nothing is imported here: see extractor/rows/__init__.py.
+This file imports nothing, for the reason given in extractor/rows/__init__.py.
 """

@@ -1,4 +1,4 @@
-"""The disguise that the proof puts on text: the same length, other characters."""
+"""Disguises: functions that replace the characters of a text and keep its length, for the proof."""
 
 import re
 import unicodedata
@@ -17,8 +17,12 @@ _WHEELS = (
 
 
 class _Shift(dict[int, int]):
-    """A table for str.translate: each character of a wheel to a later one of it, and each other
-    letter or symbol outside ASCII to its neighbour where that is of the same category."""
+    """A table for str.translate.
+
+    A character of a wheel becomes the one `steps` later in it. A letter, number or symbol outside
+    ASCII becomes the code point beside it, where that is of the same Unicode category. All other
+    characters stay.
+    """
 
     def __init__(self, steps: int, wheels: tuple[str, ...]) -> None:
         super().__init__()
@@ -36,7 +40,7 @@ class _Shift(dict[int, int]):
 
 def _disguise(table: dict[int, int], kinds: frozenset[Kind]) -> Disguise:
     def disguise(text: str, kind: Kind, literals: "re.Pattern[str]") -> str:
-        """Change what may change, but keep whatever the template itself could be looking for."""
+        """Change the text, except where it holds a literal that the template could look for."""
         if kind not in kinds:
             return text
         changed = text.translate(table)
@@ -55,7 +59,8 @@ def _disguise(table: dict[int, int], kinds: frozenset[Kind]) -> Disguise:
 _ALL = frozenset(Kind)
 _SAID = frozenset({Kind.CONTENT, Kind.REASONING, Kind.OTHER})
 
-# One that holds is a proof. The later ones change less: a template may lower-case a name, say.
+# One disguise that holds is a proof. The later ones change fewer characters and kinds, for templates
+# that treat some characters in a special way.
 DISGUISES: tuple[Disguise, ...] = (
     _disguise(_Shift(1, _WHEELS), _ALL),
     _disguise(_Shift(13, _WHEELS[:3]), _ALL),

@@ -1,8 +1,9 @@
-"""Text to ids and the place of each id in the text; characters' marks to tokens' marks.
+"""Encodes text into ids with the place of each id in the text, and turns marked characters into a
+mask over tokens.
 
-`tokenizer(text, add_special_tokens=False)`, as SGLang's server encodes a rendered chat. Worker
-processes use the fast tokenizer's own library alone: importing transformers' tokenizers there would
-import torch, for seconds and hundreds of megabytes each.
+The encoding is `tokenizer(text, add_special_tokens=False)`, as SGLang's server encodes a rendered
+chat. Worker processes use the `tokenizers` library alone where they can: transformers' tokenizers
+import torch, which costs each process seconds and hundreds of megabytes.
 """
 
 import sys
@@ -20,7 +21,12 @@ _SPACES = np.array([c for c in range(sys.maxunicode + 1) if chr(c).isspace()], n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """ids int64 [T]; token t covers characters [starts[t], ends[t]) of the text, int64 [T] each."""
+    """The tokens of a text.
+
+    Attributes:
+        ids: int64 [T].
+        starts, ends: int64 [T] each; token t covers the characters [starts[t], ends[t]).
+    """
 
     ids: np.ndarray
     starts: np.ndarray
@@ -32,11 +38,16 @@ class Encoder(Protocol):
 
 
 class FastEncoder:
-    """The `tokenizers` library. Args: the tokenizer as `Tokenizer.to_str` gives it."""
+    """Encodes with the `tokenizers` library.
+
+    Args:
+        serialized: the tokenizer as `Tokenizer.to_str` gives it.
+    """
 
     def __init__(self, serialized: str) -> None:
         self._tokenizer = Tokenizer.from_str(serialized)
-        self._tokenizer.no_truncation()  # a tokenizer file may carry either, and neither is wanted
+        # A tokenizer file may ask for truncation and padding. Both would change the ids.
+        self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -48,8 +59,11 @@ class FastEncoder:
 
 
 class PythonEncoder:
-    """A tokenizer written in Python, which tells no offsets: they are worked out from the bytes of
-    its tokens, and a text where those do not add up is refused."""
+    """Encodes with a tokenizer that is written in Python and gives no offsets.
+
+    The offsets are computed from the bytes of the tokens. Raises BadRow ("mask_unproved") for a text
+    whose tokens do not join to its bytes.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -67,7 +81,8 @@ class PythonEncoder:
             raise BadRow("mask_unproved", "the tokenizer does not say where its tokens stand")
         lengths = np.array([len(piece) for piece in pieces], np.int64)
         stops = np.cumsum(lengths)
-        # Character number of each byte: how many characters began before it.
+        # The number of the character that each byte belongs to. In UTF-8 every byte except
+        # 0b10xxxxxx begins a character.
         data = np.frombuffer(text.encode(), np.uint8)
         number = np.cumsum((data & 0xC0) != 0x80) - 1
         number = np.append(number, number[-1] + 1 if len(number) else 0)
@@ -85,7 +100,7 @@ class PythonEncoder:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable alphabet for bytes, which byte-level tokenizers write their tokens in."""
+    """GPT-2's printable character for each byte, in which byte-level tokenizers write tokens."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     pairs = [(chr(byte), byte) for byte in printable]
@@ -96,14 +111,18 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _encoded(text: str, ids: np.ndarray, offsets: np.ndarray) -> Encoded:
-    """Offsets to extents that leave no gap: many tokenizers trim the spaces off their offsets, and
-    tell nothing but (0, 0) of a token that is all spaces."""
+    """Tokens with their offsets int64 [T, 2] extended, so that spaces between them belong to one.
+
+    Many tokenizers trim spaces off their offsets, and give (0, 0) for a token that is all spaces. Such
+    a token gets the characters between its neighbours. Any other token gets the spaces before it, and
+    the last one also those at the end of the text.
+    """
     if not len(ids):
         return Encoded(ids, ids, ids)
     starts, ends = offsets[:, 0].copy(), offsets[:, 1].copy()
     told = np.flatnonzero(ends > starts)
     reached = np.maximum.accumulate(ends)
-    before = np.concatenate([[0], reached[:-1]])  # where the tokens before a token end
+    before = np.concatenate([[0], reached[:-1]])  # where the tokens before each token end
     following = np.append(told, -1)[np.searchsorted(told, np.arange(len(ids)))]
     after = np.where(following >= 0, starts[following], len(text))
     silent = ends <= starts
@@ -118,14 +137,17 @@ def _encoded(text: str, ids: np.ndarray, offsets: np.ndarray) -> Encoded:
 
 
 def token_mask(text: str, marked: np.ndarray, encoded: Encoded) -> np.ndarray:
-    """uint8 [T]: 1 for a token whose characters are all marked, and for one that holds a marked
-    character that is not a space. So a space merged with the end of a header stays unmarked.
+    """The mask over tokens, uint8 [T], from marks over characters.
+
+    A token has 1 when all its characters are marked, or when one marked character in it is not a
+    space. So a token that joins the end of a header with a marked space has 0.
 
     Args:
-        marked: bool [n], a mark a character.
+        marked: bool [n], one value per character of the text.
     """
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     seen = marked & ~np.isin(codes, _SPACES)
+    # Prefix sums give the number of marked characters in any token by one subtraction.
     all_marked = np.concatenate([[0], np.cumsum(marked)])
     all_seen = np.concatenate([[0], np.cumsum(seen)])
     starts, ends = encoded.starts, encoded.ends

@@ -1,5 +1,4 @@
-"""The forms in which templates want the same conversation, and the first that a template prints
-whole."""
+"""Tries the forms in which templates take a conversation; uses the first that is printed whole."""
 
 import json
 import re
@@ -12,7 +11,7 @@ from extractor.rows.masks.render import ChatTemplate, Trace
 from extractor.rows.normalise import REASONING, Conversation
 from extractor.rows.records import BadRow, Message
 
-# What another form of the same conversation may mend.
+# The reasons of a rejection after which another form of the same conversation is tried.
 _OF_THE_FORM = ("template_error", "not_rendered", "tool_calls_not_rendered", "tools_not_rendered")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
@@ -20,16 +19,18 @@ _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 def render(
     template: ChatTemplate, talk: Conversation, wanted: Collection[int], *, empty: bool
 ) -> Trace:
-    """The conversation, proved, with all that it says in it. A template that refuses tools or
-    arguments in the usual form, or prints not all of them, is given the other form that is in use
-    (SGLang does so for tools); one that cuts a thought out of a text and reads a key of its own
-    for it is given that key.
+    """Render a conversation with a template, prove it, and check that nothing is dropped.
+
+    Some templates refuse tools or arguments in the usual form, or do not print all of them. They are
+    given the other form that is in use (SGLang does so for tools). Some templates cut a thought out
+    of the content and read a key of its own for it. They are given that key.
 
     Args:
         wanted, empty: as for check_rendered.
 
     Raises:
-        BadRow: for no form does it print all; says what is wrong with the usual one.
+        BadRow: the template prints the whole conversation in none of the forms. It says what is wrong
+            with the usual form.
     """
     first: BadRow | None = None
     for form in _forms(template, talk):
@@ -56,7 +57,7 @@ def _forms(template: ChatTemplate, talk: Conversation) -> Iterator[Conversation]
 
 
 def _with_text_arguments(message: Message) -> Message:
-    """Templates that paste arguments into their text want them as JSON text."""
+    """The message with arguments as JSON text, for templates that print them without tojson."""
     if "tool_calls" not in message:
         return message
     calls: list[dict[str, Any]] = []

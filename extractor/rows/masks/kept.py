@@ -1,9 +1,9 @@
-"""Nothing that a row says may be dropped in silence by its chat template.
+"""Checks that a chat template drops nothing that a row says.
 
-Every string that an assistant says is looked for, character by character, in what was rendered.
-What may be missing: spaces; markers such as <think> that the template knows itself; the ids and
-types of tool calls; and, in every turn but the last, reasoning, which templates strip from a
-conversation's history as the model is served.
+For every string that an assistant says, each character is looked up in the trace of the render. Four
+things may be missing: spaces; markers such as <think> that the template itself holds; the ids and
+types of tool calls; and reasoning in every turn but the last, which templates strip from the history
+of a conversation when the model is served.
 """
 
 from collections import defaultdict
@@ -26,11 +26,13 @@ def check_rendered(
     *,
     empty: bool = False,
 ) -> None:
-    """Args:
-        wanted: the messages that are supervised.
-        own: the template's own texts (ChatTemplate.own): one of them, in a message, it may leave
-            out, replace, or print itself.
-        empty: a wanted turn may say nothing.
+    """Check that a trace holds all that the conversation says.
+
+    Args:
+        wanted: numbers of the messages that are supervised.
+        own: the template's own texts (ChatTemplate.own). Where a message holds one of them, the
+            template may leave it out, replace it, or print its own.
+        empty: whether a wanted turn may have no text.
 
     Raises:
         BadRow: "not_rendered", "tool_calls_not_rendered", "tools_not_rendered", "empty_assistant".
@@ -62,7 +64,10 @@ def check_rendered(
 
 
 def last_turn(conversation: Conversation) -> int | None:
-    """The last assistant message, unless another question follows it: then it is history, too."""
+    """The number of the last assistant message, if only tool results follow it; else None.
+
+    When another question follows, all assistant messages are history.
+    """
     for number in range(len(conversation.messages) - 1, -1, -1):
         role = conversation.messages[number]["role"]
         if role != "tool":
@@ -96,8 +101,11 @@ def _without(text: str, own: Sequence[str]) -> str:
 
 
 def _check_calls(said: Iterable[Saying], turn: int) -> None:
-    """Each name, each key and each value of the arguments. (A name that the call's own id repeats,
-    as in functions.look_up:0, is printed with that.)"""
+    """Check the name of each tool call, and each key and value of its arguments.
+
+    Some templates print the id of a call in place of its name, when the id contains the name as in
+    functions.look_up:0. That counts as printed.
+    """
     calls = [saying for saying in said if saying.whose.kind in (Kind.CALL, Kind.LABEL)]
     for saying in calls:
         if saying.whose.kind == Kind.LABEL or not saying.lost:
@@ -114,7 +122,8 @@ def _check_calls(said: Iterable[Saying], turn: int) -> None:
 
 
 def _distinct(trace: Trace) -> set[tuple[int, int]]:
-    """Pairs (message, kind) that print at least one character of their own."""
+    """Pairs (message, kind) of which at least one character is printed."""
     here = (trace.origin >= 0) & ~trace.copied
+    # One integer per pair, so that one np.unique finds all pairs: a Kind takes three bits.
     codes = np.unique((trace.message[here] << 3) | trace.kind[here])
     return {(code >> 3, code & 7) for code in codes.tolist()}

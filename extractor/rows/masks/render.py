@@ -1,11 +1,15 @@
-"""A chat template that says, of every character it prints, whose it is.
+"""Renders a chat template and tells, for every character, which message it comes from.
 
-One conversation is rendered three times: by transformers, as a server would; with strings that
-carry their origins (taint.py), which must print the same text; and by transformers again with
-everybody's letters changed, which must differ exactly where the origins say that a letter of theirs
-stands. A template that loses an origin, copies text by some way not known here, or decides by what
-a message says, fails the third render, and the row is rejected: nothing is searched for and nothing
-is guessed.
+One conversation is rendered three times:
+
+1. by transformers, as a server renders it;
+2. with strings that carry their origins (taint.py); the text must be the same;
+3. by transformers again, with the characters of the messages changed (disguise.py); the text must
+   differ exactly at the characters whose origin is a changed character.
+
+A template that loses an origin, copies text in a way that taint.py does not know, or decides by the
+content of a message fails the third render, and the row is rejected. The place of a message is never
+found by a search for its text, which would be a guess.
 """
 
 import json
@@ -51,8 +55,11 @@ _MARKER = re.compile(r"<[^<>\s]{1,30}>|\[[^\[\]\s]{1,30}\]")
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Characters of a string, from `start` on, that are printed nowhere; spaces at the edges are
-    not among them."""
+    """A part of a string that is printed nowhere, without the spaces at its edges.
+
+    Attributes:
+        start: index of its first character in the string.
+    """
 
     start: int
     text: str
@@ -60,7 +67,12 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Saying:
-    """A string of what an assistant says. printed: at least one of its characters is."""
+    """A string that an assistant says, and what is printed of it.
+
+    Attributes:
+        printed: at least one of its characters is printed.
+        lost: the parts that are not printed.
+    """
 
     whose: Whose
     text: str
@@ -73,13 +85,15 @@ class Trace:
     """A rendered conversation.
 
     Attributes:
-        text: what transformers renders.
-        origin: int64 [n], each character's address among the sources, -1 for the template's own.
-        block: int32 [n], number of the `{% generation %}` block that printed it, or 0.
-        message: int64 [n], whose text it is: a message's number, TOOLS or NOBODY.
-        kind: int8 [n], a Kind; meaningless where nobody's.
-        copied: bool [n], the second and later prints of a character that was printed before.
-        said: the strings of what assistants say, with what became of them.
+        text: the rendered text, n characters.
+        origin: int64 [n], the address of each character among the sources; -1 for the template's
+            own text.
+        block: int32 [n], number of the `{% generation %}` block that printed the character, or 0.
+        message: int64 [n], number of the message that the character belongs to, TOOLS, or NOBODY
+            for the template's own text.
+        kind: int8 [n], a Kind; without meaning where message is NOBODY.
+        copied: bool [n], whether the same source character is printed earlier in the text too.
+        said: the strings that assistants say, and what is printed of them.
     """
 
     text: str
@@ -91,8 +105,11 @@ class Trace:
     said: tuple[Saying, ...]
 
     def bones(self) -> str:
-        """The text with a NUL for every character that is somebody's: searches for a header or an
-        end-of-turn token look here, and so never inside what somebody wrote."""
+        """The text with a NUL in place of every character that comes from the row.
+
+        Headers and end-of-turn tokens are searched for here, so that they are never found inside a
+        message.
+        """
         codes = _codes(self.text)
         codes[self.origin >= 0] = 0
         return codes.tobytes().decode("utf-32-le", "surrogatepass")
@@ -105,15 +122,16 @@ class ChatTemplate:
         source: the Jinja text.
         variables: what transformers adds for every render: the special tokens, and the user's
             --template-arg values over them.
-        most: bytes that a render may have.
-        guard: bounds the CPU seconds of each attempt to learn something of the template.
+        most: bytes of UTF-8 that a rendered text may have.
+        guard: bounds the CPU seconds of each attempt to learn something about the template.
 
     Attributes:
-        names: of keys and variables that the template reads, and all its other short texts.
-        own: texts that it names or prints itself, the longest first: its string literals, and
+        names: the names of attributes and variables that the template reads, and all its string
+            literals.
+        own: texts that the template itself holds, the longest first: its string literals, and
             markers such as <think>.
-        reasoning: the keys of a message under which it prints reasoning in the last turn, found
-            by trying them.
+        reasoning: the keys of a message whose value the template prints as reasoning in the last
+            turn. They are found by rendering each candidate.
 
     Raises:
         jinja2.TemplateSyntaxError: the template cannot be compiled.
@@ -130,7 +148,7 @@ class ChatTemplate:
         self.most, self._guard = most, guard
         self._calls_are_slow = False
         self.variables = dict(variables)
-        with guard(PROBE_SECONDS):  # the compiler works out what is constant
+        with guard(PROBE_SECONDS):  # Jinja's compiler computes constant expressions
             compiled = _compile_jinja_template(source)
             self._tainted, self._reset = taint_template(compiled, source)
         tree = compiled.environment.parse(source)
@@ -142,7 +160,8 @@ class ChatTemplate:
         ordered = sorted(filter(None, literals), key=len, reverse=True)
         own = {*filter(str.strip, literals), *_MARKER.findall(source)}
         self.own = tuple(sorted(own, key=len, reverse=True))
-        # At every position, the longest that begins there: they may overlap.
+        # The lookahead finds, at every position, the longest literal that begins there. Literals may
+        # overlap.
         self._literals = re.compile(f"(?=({'|'.join(map(re.escape, ordered)) or '(?!)'}))")
         self.reasoning: tuple[str, ...] = ()
         self._parts = False
@@ -151,7 +170,7 @@ class ChatTemplate:
         self.reasoning = tuple(filter(self._prints_reasoning, self._reasoning_names()))
 
     def _prints(self, parts: bool = False) -> bool:
-        """Does it print a content given as a text, or as a list of parts?"""
+        """Whether the template prints a content that is a text or, with parts, a list of parts."""
         self._parts = parts
         traces = (self.attempt(_PROBE), self.attempt(_PROBE, _YES))
         return any(trace is not None and (trace.message == 0).any() for trace in traces)
@@ -161,7 +180,7 @@ class ChatTemplate:
         return list(dict.fromkeys((*REASONING_KEYS, *own)))
 
     def _prints_reasoning(self, name: str) -> bool:
-        """Does it print what the last turn has under this key?"""
+        """Whether the template prints what the last turn has under this key."""
         self.reasoning = (name,)
         for answer in (_YES, _PROBE_CALL):
             trace = self.attempt(_PROBE, {**answer, REASONING: "Because."})
@@ -170,8 +189,11 @@ class ChatTemplate:
         return False
 
     def _form(self, conversation: Conversation) -> Conversation:
-        """The messages as this template reads them: reasoning under its own name for it, and each
-        content as a list of parts where it wants that, as those of models that see do."""
+        """The messages in the form that this template reads.
+
+        Reasoning stands under the template's own key for it. Each content is a list of parts where
+        the template wants that, as templates of multimodal models do.
+        """
         if not self._parts and self.reasoning[:1] in ((), (REASONING,)):
             return conversation
         messages = [self._message_form(message) for message in conversation.messages]
@@ -185,7 +207,7 @@ class ChatTemplate:
         return form
 
     def plain(self, conversation: Conversation, generation_prompt: bool = False) -> str:
-        """transformers' own render. Raises whatever the template raises."""
+        """The text that transformers renders. Raises whatever the template raises."""
         rendered, _ = render_jinja_template(
             conversations=[self._form(conversation).messages],
             tools=conversation.tools,  # pyright: ignore[reportArgumentType]
@@ -196,15 +218,15 @@ class ChatTemplate:
         return rendered[0]
 
     def trace(self, conversation: Conversation, generation_prompt: bool = False) -> Trace:
-        """Render with origins; not yet proved. Raises whatever the template raises."""
+        """Render with origins, without the proof. Raises whatever the template raises."""
         return self._trace(conversation, generation_prompt)[0]
 
     def attempt(self, *messages: Message, prompt: bool = False) -> Trace | None:
-        """A trace, or None when the template refuses such a conversation, as some do.
+        """A trace, or None when the template refuses such a conversation, as some templates do.
 
         Raises:
-            BadRow: it does not come to an end ("too_slow", "too_large"). With a tool call in the
-                conversation that is taken for a refusal, for no row may have one.
+            BadRow: the render does not end ("too_slow", "too_large"). When the conversation has a
+                tool call, that counts as a refusal instead: perhaps no row has a tool call.
         """
         has_call = any("tool_calls" in message for message in messages)
         if has_call and self._calls_are_slow:
@@ -215,7 +237,7 @@ class ChatTemplate:
                     return self.trace(Conversation(list(messages)), prompt)
                 except (BadRow, MemoryError):
                     raise
-                except Exception:  # whatever a template raises
+                except Exception:  # a template may raise anything
                     return None
         except BadRow:
             if not has_call:
@@ -239,7 +261,7 @@ class ChatTemplate:
         return _trace(concat(pieces), sources), sources
 
     def prove(self, conversation: Conversation) -> Trace:
-        """Render a conversation and prove whose each character is.
+        """Render a conversation and prove which message each character comes from.
 
         Raises:
             BadRow: the template refuses the conversation ("template_error"), or the proof fails
@@ -253,7 +275,7 @@ class ChatTemplate:
             raise
         except MemoryError:
             raise too_much_memory() from None
-        except Exception as error:  # templates raise what they like, KeyError to ZeroDivisionError
+        except Exception as error:  # a template may raise anything
             raise BadRow("template_error", _message_of(error)) from None
         if trace.text != text:
             raise BadRow(
@@ -269,7 +291,7 @@ class ChatTemplate:
     def _holds(
         self, disguise: Disguise, conversation: Conversation, trace: Trace, sources: "_Sources"
     ) -> bool:
-        """Is the render of changed text the text with those characters changed?"""
+        """Whether a render of the disguised conversation differs exactly where the trace says."""
         changed: list[str] = []
 
         def change(text: str, whose: Whose, free: bool) -> str:
@@ -280,19 +302,20 @@ class ChatTemplate:
         other = rewrite(conversation, change)
         try:
             rendered = _codes(self.plain(other))
-        except Exception:  # the template refused the changed text: this attempt proves nothing
+        except Exception:  # the template refuses the changed text, so this disguise proves nothing
             return False
         expected = _codes(trace.text)
         if len(rendered) != len(expected):
             return False
         before, after = _codes("".join(sources.texts)), _codes("".join(changed))
+        # A character that is printed as it is must become its disguised form. One that is printed
+        # in another form (another case, or the letter of an escape) must only change when its
+        # source changes.
         here = np.flatnonzero(trace.origin >= 0)
         source = trace.origin[here]
         as_is = expected[here] == before[source]
         expected[here[as_is]] = after[source[as_is]]
-        recased = here[
-            ~as_is
-        ]  # upper, lower, the letter of an escape: only that it changes is known
+        recased = here[~as_is]
         moved = after[source[~as_is]] != before[source[~as_is]]
         if not (rendered[recased[moved]] != expected[recased[moved]]).all():
             return False
@@ -301,7 +324,7 @@ class ChatTemplate:
 
 
 class _Sources:
-    """Gives addresses to strings, and remembers whose they are."""
+    """Gives an address to each string, and keeps which part of the conversation it belongs to."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -325,12 +348,13 @@ def _trace(rendered: str, sources: _Sources) -> Trace:
     kinds = np.array([whose.kind for whose in sources.whose], np.int8)
     message[here] = np.repeat(messages, lengths)[origin[here]]
     kind[here] = np.repeat(kinds, lengths)[origin[here]]
+    # The first print of each address is the original; all later prints are copies.
     copied = np.zeros(len(origin), bool)
     if len(here):
         _, first = np.unique(origin[here], return_index=True)
         copied[here] = True
         copied[here[first]] = False
-    plain = "".join([rendered])
+    plain = "".join([rendered])  # a plain str, without the origins
     said = tuple(_sayings(sources, lengths, origin[here]))
     return Trace(plain, origin, block, message, kind, copied, said)
 
@@ -356,7 +380,7 @@ def _lost(text: str, seen: np.ndarray) -> Iterator[Lost]:
 
 
 def _codes(text: str) -> np.ndarray:
-    """uint32 [n] code points; writable."""
+    """The code points of a text, uint32 [n]; a copy that may be written to."""
     return np.frombuffer(bytearray(text.encode("utf-32-le", "surrogatepass")), np.uint32)
 
 
@@ -366,7 +390,7 @@ def _message_of(error: Exception) -> str:
 
 
 def parse_argument(value: str) -> Any:
-    """A --template-arg value: JSON where it is JSON (false, 3, "x"), else the text itself."""
+    """The value of a --template-arg: parsed where it is JSON (false, 3, "x"), else the text."""
     try:
         return json.loads(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Every string of a conversation, with what it is and whose, passed through a function."""
+"""Passes every string of a conversation, with its message and its kind, through a function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,25 +7,33 @@ from typing import Any
 from extractor.rows.normalise import REASONING, Conversation
 from extractor.rows.records import Kind, Message
 
-TOOLS = -2  # the "message" that a row's tools belong to
+TOOLS = -2  # stands for a message number in strings of the row's tools
 
 
 @dataclass(frozen=True, slots=True)
 class Whose:
-    """message: number of the message, or TOOLS; call: number of the tool call in it."""
+    """Which part of a conversation a string belongs to.
+
+    Attributes:
+        message: number of the message, or TOOLS.
+        kind: what the string is.
+        call: number of the tool call in the message.
+    """
 
     message: int
     kind: Kind
     call: int = 0
 
 
-# (text, whose it is, may the proof change it) -> text
+# (text, which part it belongs to, whether the proof may change it) -> text
 Rewrite = Callable[[str, Whose, bool], str]
 
 
 def rewrite(conversation: Conversation, change: Rewrite) -> Conversation:
-    """The conversation with every string of its messages and tools passed through `change`, always
-    in the same order."""
+    """The conversation after `change` is applied to every string of its messages and tools.
+
+    The order of the strings is always the same. Roles are not passed.
+    """
     messages = [_rewrite_message(m, n, change) for n, m in enumerate(conversation.messages)]
     tools = _rewrite_value(conversation.tools, Whose(TOOLS, Kind.OTHER), False, change)
     return replace(conversation, messages=messages, tools=tools)
@@ -53,8 +61,11 @@ def _rewrite_message(message: Message, number: int, change: Rewrite) -> Message:
 
 
 def _rewrite_call(call: Message, whose: Whose, change: Rewrite) -> Message:
-    """Names and values may change in the proof. Ids may not: a tool's result points at them. Keys
-    of arguments may not: templates sort by them."""
+    """A tool call after `change`. In the proof, names and values of arguments may change.
+
+    Ids may not change, because the result of a tool refers to them. Keys of arguments may not change,
+    because templates sort by them.
+    """
     new: Message = {}
     for key, value in call.items():
         if key == "function" and isinstance(value, dict):

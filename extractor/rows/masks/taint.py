@@ -1,11 +1,11 @@
-"""Strings that remember where each of their characters came from, and the Jinja environment that
-keeps that memory while a chat template runs.
+"""Taint tracking: strings that carry the origin of each character, and a Jinja environment that
+keeps the origins while a chat template runs.
 
-A character's *origin* is its address in the concatenation of all strings that were wrapped for one
-render; NOWHERE is the template's own text. What Jinja and its templates do to strings (slicing,
-splitting, stripping, joining, replacing, changing case, tojson) keeps origins. What is not known
-here returns a plain string, whose characters then count as the template's own: that is a lost
-origin, never a wrong one, and the proof in render.py finds it.
+The *origin* of a character is its address in the concatenation of all strings that are wrapped for
+one render, or NOWHERE in the template's own text. What Jinja and its templates do to strings (slice,
+split, strip, join, replace, change case, tojson) keeps origins. Any other operation returns a plain
+string, whose characters count as the template's own: an origin may be lost, but is never wrong, and
+the proof in render.py detects the loss.
 """
 
 import inspect
@@ -27,12 +27,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 NOWHERE = -1
 
-# (length, origin of the first character or NOWHERE, number of the generation block or 0)
+# (length in characters, origin of the first one or NOWHERE, number of the generation block or 0)
 Run = tuple[int, int, int]
 
 
 class Tainted(str):
-    """A string and the origins of its characters, as runs of consecutive addresses."""
+    """A string with the origins of its characters, stored as runs of consecutive addresses."""
 
     runs: tuple[Run, ...]
 
@@ -43,7 +43,7 @@ class Tainted(str):
 
     @classmethod
     def at(cls, text: str, origin: int) -> "Tainted":
-        """A whole string whose first character has this address."""
+        """A string whose characters have consecutive addresses from `origin` on."""
         return cls(text, ((len(text), origin, 0),) if text else ())
 
     @classmethod
@@ -53,9 +53,7 @@ class Tainted(str):
     def cut(self, start: int, stop: int) -> "Tainted":
         return Tainted(str.__getitem__(self, slice(start, stop)), _cut(self.runs, start, stop))
 
-    def __str__(
-        self,
-    ) -> str:  # str(x) hands a subclass through, and Jinja calls str on all it prints
+    def __str__(self) -> str:  # Jinja calls str() on all that it prints; this keeps the origins
         return self
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
@@ -64,7 +62,7 @@ class Tainted(str):
             if step == 1:
                 return self.cut(start, max(start, stop))
             return concat(self.cut(i, i + 1) for i in range(start, stop, step))
-        index = operator.index(key)  # TypeError for m["role"], as of any string
+        index = operator.index(key)  # raises TypeError for text["role"], as any string does
         index += len(self) if index < 0 else 0
         if not 0 <= index < len(self):
             raise IndexError("string index out of range")
@@ -120,8 +118,7 @@ class Tainted(str):
         return self._tiles(super().rsplit(sep, maxsplit), sep)
 
     def _tiles(self, pieces: list[str], sep: str | None) -> list[str]:
-        """Find plain pieces again: with a separator they tile the string; without one each begins
-        at the next character that is not a space."""
+        """The pieces of a split, cut out of this string so that they keep their origins."""
         found: list[str] = []
         position = 0
         for piece in pieces:
@@ -155,9 +152,7 @@ class Tainted(str):
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         limit = operator.index(count)
-        if (
-            not old
-        ):  # inserts between all characters: nobody's template does, so it may lose origins
+        if not old:  # inserts `new` between all characters, which may lose origins
             return super().replace(old, new, limit)
         pieces: list[str] = []
         position = 0
@@ -207,7 +202,7 @@ def _cut(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[Run]:
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """`"".join` that keeps origins; plain when no piece has any."""
+    """`"".join` that keeps origins. The result is a plain string when no piece is Tainted."""
     pieces = list(pieces)
     text = "".join(pieces)
     if not any(isinstance(piece, Tainted) for piece in pieces):
@@ -231,7 +226,7 @@ def _continues(before: Run, after: Run) -> bool:
 
 
 def origins(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """(origin int64 [n], generation block int32 [n]) of each character."""
+    """(origin int64 [n], number of the generation block or 0 int32 [n]) of each character."""
     runs = runs_of(text)
     if not runs:
         return np.empty(0, np.int64), np.empty(0, np.int32)
@@ -245,8 +240,9 @@ def origins(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}`: numbers each block's characters, wherever it is rendered (transformers
-    counts what was printed so far, and so misplaces blocks inside macros and set blocks)."""
+    """The tag `{% generation %}`: marks the characters of each block with the block's number, which
+    they keep wherever they are printed. transformers counts the characters printed so far, and so
+    misplaces a block inside a macro or a set block."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -266,7 +262,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class TaintEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' chat template environment, with the string functions that keep origins."""
+    """The environment of transformers' chat templates, with string functions that keep origins."""
 
     concat = staticmethod(concat)  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
 
@@ -277,7 +273,7 @@ class TaintEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # A method of a plain string, given tainted arguments, would drop their origins.
+        # A method of a plain string drops the origins of its arguments, so Tainted's method is used.
         owner = getattr(__obj, "__self__", None)
         if type(owner) is str and __obj.__name__ in ("join", "replace"):
             __obj = getattr(Tainted.of(owner), __obj.__name__)
@@ -300,7 +296,8 @@ class TaintEnvironment(ImmutableSandboxedEnvironment):
 def _format(
     environment: TaintEnvironment, pattern: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
-    """str.format through the sandbox's own field lookup; a plain `{}` keeps the value's origins."""
+    """str.format with the sandbox's field lookup; a field without conversion or format spec keeps
+    the origins of its value."""
     formatter = SandboxedFormatter(environment)
     pieces: list[str] = []
     automatic = 0
@@ -320,15 +317,14 @@ def _format(
 def taint_template(
     compiled: jinja2.Template, source: str
 ) -> tuple[jinja2.Template, Callable[[], None]]:
-    """The template again, in an environment that keeps origins.
+    """Compile a template again, in an environment that keeps origins.
 
     Args:
-        compiled: the template as transformers compiled it; its environment's settings, filters,
-            tests and globals are taken over.
-        source: its text.
+        compiled: transformers' template; its environment's settings, filters and so on are copied.
+        source: its Jinja text.
 
     Returns:
-        The template, and a function that resets the numbers of generation blocks.
+        The template, and a function that restarts the numbers of generation blocks.
     """
     theirs = compiled.environment
     extensions = [
@@ -396,6 +392,7 @@ def _safe(value: Any) -> Any:
 def _tainted_tojson(plain: Callable[..., str]) -> Callable[..., str]:
     signature = inspect.signature(plain)
 
+    # Each literal of the text gets the origins of its string: both have the same order.
     def tojson(value: Any, *args: Any, **kwargs: Any) -> str:
         text = plain(value, *args, **kwargs)
         given = signature.bind(value, *args, **kwargs).arguments
@@ -422,8 +419,8 @@ _JSON_ESCAPE = re.compile(
 
 
 def _strings(value: Any, sort_keys: bool) -> Iterator[str | None]:
-    """The string literals that json.dumps will print, in its order; None for a key that it turns
-    into one."""
+    """The strings that json.dumps prints as literals, in its order; None for a key that is not a
+    string, which json.dumps turns into one."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -436,7 +433,8 @@ def _strings(value: Any, sort_keys: bool) -> Iterator[str | None]:
 
 
 def _escaped(source: Tainted, body: str) -> str:
-    """A JSON literal's body with its source's origins; of an escape, its last character has it."""
+    """The body of a JSON literal with the origins of its source; of an escape sequence, the last
+    character has the origin of the escaped character."""
     pieces: list[str] = []
     position = 0
     for unit in _JSON_ESCAPE.findall(body):

@@ -1,14 +1,14 @@
-"""Where each assistant turn begins and ends in a rendered conversation.
+"""Finds where each assistant turn begins and ends in a rendered conversation.
 
-Supervised is what the model itself generates when it is served with this template: everything
-after the generation prompt, to the end-of-turn token and with it. Reasoning and tool calls that the
-template prints are in, with the markers around them, for the model writes those too; headers, other
-roles' text, tool results and the newline after the end-of-turn token are not. A template with
-`{% generation %}` blocks says so itself, and then it is believed.
+A turn is what the model itself generates when it is served with this template: everything after the
+generation prompt, up to and including the end-of-turn token. Reasoning and tool calls that the
+template prints belong to it, with the markers around them, because the model writes those too.
+Headers, the text of other roles, tool results and the newline after the end-of-turn token do not. A
+template with `{% generation %}` blocks marks the generated text itself, and those blocks are used.
 
-The generation prompt and the end-of-turn tokens are a property of the template, learned once from
-short conversations of our own (`TurnShape.learn`). In a row they are looked for only in the
-template's own text next to the turn, never in what somebody wrote.
+The generation prompt and the end-of-turn tokens are a property of the template. They are learned
+once from short built-in conversations (`TurnShape.learn`). In a row they are searched for only in
+the template's own text next to the turn, never in the text of a message.
 """
 
 import re
@@ -21,7 +21,7 @@ from extractor.rows.masks.render import NOBODY, ChatTemplate, Trace
 from extractor.rows.normalise import Conversation
 from extractor.rows.records import BadRow, Kind, Message, Supervise
 
-WINDOW = 4096  # characters looked at at a time
+WINDOW = 4096  # characters that a search examines at a time
 _USER: Message = {"role": "user", "content": "Where do geese go?"}
 _AGAIN: Message = {"role": "user", "content": "And ducks?"}
 _SYSTEM: Message = {"role": "system", "content": "Speak of birds."}
@@ -47,7 +47,7 @@ _RESULT: Message = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Characters [start, stop) that message `message` is supervised on."""
+    """The supervised characters [start, stop) of the rendered text, for message number `message`."""
 
     message: int
     start: int
@@ -59,21 +59,21 @@ class TurnShape:
     """How a template opens and closes an assistant turn.
 
     Attributes:
-        header: what stands before an answer: the generation prompt, or, in a template that has
-            none, the text that it prints between a question and an answer.
-        prompts: by the role of the message before, (what closes that message, that and the
-            generation prompt).
-        terminators: what ends a turn: mostly one special token.
-        doubled: those of them after which the tokenizer's end token stands, too, in the middle of
-            a conversation, and so is the turn's. After the last turn alone it ends the text.
+        header: the text before an answer: the generation prompt or, in a template that has none,
+            the text that it prints between a question and an answer.
+        prompts: by the role of the message before the answer: (the text that closes that message,
+            the same text with the generation prompt).
+        terminators: the texts that end a turn, mostly one special token.
+        doubled: the terminators that the tokenizer's end token follows in the middle of a
+            conversation, so that it belongs to the turn and does not only end the text.
         eos: the tokenizer's own end token, or "".
-        ends: whether the template itself ends an answer by anything; if not, its last character
-            is the turn's end.
-        unclear: what the template prints after the last turn and what cannot be taken for an end
-            of turn, or "".
-        openers: by the role of the message after a tool call, what opens that message; for
-            templates that end a turn by no token.
-        special: matches any special token.
+        ends: whether the template itself prints something that ends an answer. If not, the turn
+            ends with the last character of the answer.
+        unclear: text that the template prints after the last turn and that cannot be recognized
+            as an end of turn, or "".
+        openers: by the role of the message after a tool call: the text that opens that message. It
+            is used for templates that do not end a turn with a token.
+        special: matches any special token or terminator.
     """
 
     header: str
@@ -94,9 +94,12 @@ class TurnShape:
         eos: str | None,
         added_tokens: Collection[str] = (),
     ) -> "TurnShape":
-        """Args:
-        added_tokens: all that the tokenizer takes for one token beside its vocabulary, special
-            or not.
+        """Learn the shape from renders of short conversations.
+
+        Args:
+            special_tokens: the tokenizer's special tokens, as text.
+            eos: the tokenizer's end token, or None.
+            added_tokens: all tokens that the tokenizer has beside its vocabulary, special or not.
         """
         special = _any_of(special_tokens)
         prompts = _prompts(template)
@@ -120,7 +123,7 @@ class TurnShape:
 
 
 def _tail(trace: Trace | None) -> str | None:
-    """The template's text after the last character that is somebody's."""
+    """The template's text after the last character that comes from a message."""
     if trace is None or not (trace.origin >= 0).any():
         return None
     return trace.text[int(np.flatnonzero(trace.origin >= 0)[-1]) + 1 :]
@@ -151,7 +154,7 @@ def _prompts(template: ChatTemplate) -> dict[str, tuple[str, str]]:
 
 
 def _lead(template: ChatTemplate, closing: str) -> str:
-    """What a template without a generation prompt prints between a question and an answer."""
+    """The text that a template without a generation prompt prints before an answer, or ""."""
     trace = template.attempt(_USER, _ANSWER) or template.attempt(_SYSTEM, _USER, _ANSWER)
     if trace is None:
         return ""
@@ -166,8 +169,13 @@ def _lead(template: ChatTemplate, closing: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """How a template ends an answer. history: what it prints between an answer or a call and what
-    follows; unclear: as in TurnShape."""
+    """How a template ends an answer.
+
+    Attributes:
+        terminators, unclear: as in TurnShape, without the tokenizer's end token.
+        history: what the template prints between an answer and the next question, a NUL, and what
+            it prints between a tool call and its result.
+    """
 
     terminators: set[str]
     history: str
@@ -213,9 +221,12 @@ def _openers(template: ChatTemplate) -> dict[str, str]:
 def _closings(
     final: str, between: str | None, special: "re.Pattern[str]", added: "re.Pattern[str]"
 ) -> tuple[set[str], str]:
-    """(what ends an answer, what is unclear) of the texts after a last answer and after one that a
-    question follows. Mostly a special token is in both; a text that is in both ends the turn as
-    well, and then a token after it at the end is the whole text's."""
+    """(the texts that end an answer, unclear text as in TurnShape).
+
+    `final` is the template's text after the last answer, `between` its text between an answer and
+    the next question. Mostly a special token is in both. An ordinary text that is in both ends the
+    turn as well, and a special token after it in `final` then ends the whole conversation.
+    """
     first = special.search(final)
     head = final[: first.start()] if first else final
     if first and (between is None or first[0] in between or not head.strip()):
@@ -227,7 +238,7 @@ def _closings(
         return {plain[0] if plain else head.strip()}, ""
     if first:
         return {first[0]}, ""
-    return set(), head.strip()  # a footer, or a prompt that is always there
+    return set(), head.strip()  # a footer, or a generation prompt that is always printed
 
 
 def _between(trace: Trace | None) -> str | None:
@@ -244,7 +255,7 @@ def _between(trace: Trace | None) -> str | None:
 def _history_terminator(
     template: ChatTemplate, tokens: "re.Pattern[str]", between: str
 ) -> set[str]:
-    """The token that closes a turn in the middle, where a template has another than at the end."""
+    """The token that ends a turn in the middle, in a template that ends the last turn differently."""
     alone = template.attempt(_USER)
     token = tokens.search(between)
     if alone is None or token is None:
@@ -276,10 +287,10 @@ def spans(
     """The spans of the wanted assistant messages, in order.
 
     Args:
-        blocks: the template marks what is generated itself.
+        blocks: the template has `{% generation %}` blocks, which give the spans.
 
     Raises:
-        BadRow: "mask_unproved" when a turn's place is not certain.
+        BadRow: "mask_unproved" when the place of a turn is not certain.
     """
     generated = _generated(trace)
     if blocks:
@@ -296,7 +307,7 @@ def spans(
 
 
 def _generated(trace: Trace) -> dict[int, np.ndarray]:
-    """By turn, the positions of what the assistant said in it, first prints only."""
+    """By turn, the positions of the assistant's characters in it, without copies."""
     here = np.flatnonzero((trace.message >= 0) & (trace.kind < Kind.OTHER) & ~trace.copied)
     here = here[np.argsort(trace.message[here], kind="stable")]
     turns, firsts = np.unique(trace.message[here], return_index=True)
@@ -323,14 +334,16 @@ def _turn_span(
     somebody: np.ndarray,
 ) -> Span:
     first, last = int(said[0]), int(said[-1])
+    # Between the first and the last character there may only be this turn's and the template's text.
     inside = trace.message[first : last + 1]
     ours = (inside == turn) & (trace.kind[first : last + 1] < Kind.OTHER)
     if not (ours | (inside == NOBODY)).all():
         raise BadRow("mask_unproved", f"other text stands inside assistant turn {turn}")
     before = int(np.searchsorted(somebody, first))
     low = int(somebody[before - 1]) + 1 if before else 0
-    # Copies of the turn's own text may follow it, before its end (a closing tag that repeats a
-    # name) or after (a tool result's header); whatever else follows is not the turn's.
+    # The template may copy the turn's own text behind it, before the end of the turn (a closing tag
+    # that repeats a name) or after it (the header of a tool result). The first character of any other
+    # message is beyond the turn.
     high = _next_other(trace, somebody, int(np.searchsorted(somebody, last, "right")), turn)
     is_call = "tool_calls" in conversation.messages[turn]
     start = low + _begin(bones[low:first], conversation, shape, turn, trace.kind[first])
@@ -340,7 +353,15 @@ def _turn_span(
 
 
 def _begin(lead: str, conversation: Conversation, shape: TurnShape, turn: int, kind: int) -> int:
-    """Where the turn begins within the template's text that leads to its first character."""
+    """The index in `lead` at which the turn begins.
+
+    `lead` is the template's text before the first character of the turn. It is compared with the
+    whole header, then with the generation prompt after a message of the previous role, and at last
+    with the beginnings of the header, the longest first.
+
+    Raises:
+        BadRow: the beginning of tool calls is not certain.
+    """
     header = shape.header
     if header and (found := lead.rfind(header)) >= 0:
         return found + len(header)
@@ -351,7 +372,7 @@ def _begin(lead: str, conversation: Conversation, shape: TurnShape, turn: int, k
         if shared < len(opening):
             shared = _whole(opening, shared, shape, at_least=len(closing))
         if not header and kind != Kind.CALL and not lead[shared:].strip():
-            return len(lead)  # a space that the template prints before an answer
+            return len(lead)  # only spaces, which the template prints before an answer
         if shared > len(closing) or not header:
             return shared
         if shared == len(opening):
@@ -367,22 +388,25 @@ def _begin(lead: str, conversation: Conversation, shape: TurnShape, turn: int, k
 
 
 def _whole(text: str, length: int, shape: TurnShape, at_least: int) -> int:
-    """The longest part of text[:length] that ends with a whole line or a whole special token, so
-    that no marker is cut in two; at_least when there is none."""
+    """The length of the longest beginning of text[:length] that ends with a whole line, a whole
+    special token or a closing bracket, so that no marker is cut in two; at_least without one."""
     ends = [found.end() for found in shape.special.finditer(text)]
     ends += [found.end() for found in re.finditer(r"\n|>|\]", text)]
     return max((end for end in ends if at_least <= end <= length), default=at_least)
 
 
 def _end(tail: str, shape: TurnShape, turn: int, is_call: bool, following: str) -> int:
-    """How much of the template's text after the turn's last character is still the turn's.
+    """How many characters of `tail` still belong to the turn.
 
-    Args:
-        following: the role of the next message, when more of the conversation follows.
+    `tail` is the template's text after the last character of the turn, and `following` is the role
+    of the next message, or "" when none is printed.
+
+    Raises:
+        BadRow: the end of the turn is not certain.
     """
     for found in shape.special.finditer(tail):
         if found[0] in shape.terminators:
-            # Some close an answer with a token of its own and then the turn with another.
+            # Some templates print one token after the answer and then the end token.
             closed = found[0] in shape.doubled and tail.startswith(shape.eos, found.end())
             return found.end() + (len(shape.eos) if closed else 0)
         if not is_call:

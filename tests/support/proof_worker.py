@@ -45,7 +45,8 @@ def main() -> None:
         max_tokens=512,
         max_sequences=16,
         longest=int(longest),
-        sglang_args={"dtype": "float32"},
+        # GPT-OSS runs in bfloat16 alone.
+        sglang_args={} if spec.architecture.startswith("GptOss") else {"dtype": "float32"},
     )
     try:
         built = engine.build(spec, States(("1", "final"), spec.num_layers), place, options)

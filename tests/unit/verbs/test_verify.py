@@ -1,6 +1,8 @@
 """`verify` on SmolLM2's own states: right ones pass; wrong ones fail, and it says what they are."""
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,20 @@ def test_topk(
 def test_a_folder_without_samples_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(UsageError, match="no finished samples"):
         verify([str(folder(tmp_path, model, []))])
+
+
+@pytest.mark.parametrize("damage", ["cut", "another size", "an unknown class"])
+def test_a_damaged_model_is_one_line(
+    tmp_path: Path, model: Path, written: list[tuple[Sample, Tensors]], damage: str
+) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "model"))
+    config = json.loads((other / "config.json").read_text())
+    if damage == "cut":
+        weights = other / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif damage == "another size":
+        (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    else:
+        (other / "config.json").write_text(json.dumps(config | {"model_type": "no_such"}))
+    with pytest.raises(UsageError, match="cannot be compared|layers of width"):
+        verify([str(folder(tmp_path / "out", model, written)), "--model", str(other)])

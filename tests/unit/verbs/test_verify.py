@@ -228,5 +228,5 @@ def test_a_damaged_model_is_one_line(
         (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     else:
         (other / "config.json").write_text(json.dumps(config | {"model_type": "no_such"}))
-    with pytest.raises(UsageError, match="cannot be compared|layers of width"):
+    with pytest.raises(UsageError, match=r"cannot be compared|layers of width"):
         verify([str(folder(tmp_path / "out", model, written)), "--model", str(other)])

@@ -87,7 +87,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtractConfig(DataConfig):
-    """Write a model's hidden states for every row, one safetensors file a sample."""
+    """Write a model's hidden states for every row, one safetensors file per sample."""
 
     layers: str = "eagle3"
     """States to keep, as 0-based layers: eagle3 (1, n//2-1, n-4), dflash:K, draft:PATH (a
